@@ -1,0 +1,53 @@
+# Every target works on a machine that has only Python 3.10 or newer and make: it creates .venv and installs, once, the
+# extra that it needs, at the versions in constraints.txt. pip's own configuration decides where packages come from,
+# and which build of torch. A torch of the pinned version that is already in .venv is kept.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+# Two pips in one environment would race.
+.NOTPARALLEL:
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo   run examples/demo.py; results in out/demo/"
+	@echo "make test   run the tests (PYTEST_ARGS='-k name')"
+	@echo "make lint   ruff, mypy and import-linter"
+	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name')"
+	@echo "make clean  remove what was built; .venv stays"
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m pytest benchmarks/ --benchmark-only $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist out *.egg-info .benchmarks .coverage .coverage.* htmlcov
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# pip would compile every module of torch and Triton, one after the other: leave that to the first import of those that
+# are used, which needs leave to write bytecode. The import at the end does it, and shows that the install works.
+unexport PYTHONDONTWRITEBYTECODE
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'
+	$(BIN)/python -c 'import onebit_triton'
+	@touch $@ $(if $(filter dev bench,$*),$(VENV)/.installed-test)

@@ -1,0 +1,202 @@
+"""Device functions and launch constants that the Triton kernels share.
+
+Rules that hold for every kernel: program ids are 64-bit before they touch a pointer, hyperparameters are loaded from
+tables (never compiled in), division and root round to nearest, no fused multiply-add, no float atomics, no autotune:
+every rank must compute the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tables import HEADER_BYTES, Clip, Decision, Hyper, Rate
+
+LR = tl.constexpr(int(Hyper.LR))
+BETA1 = tl.constexpr(int(Hyper.BETA1))
+ONE_MINUS_BETA1 = tl.constexpr(int(Hyper.ONE_MINUS_BETA1))
+BETA2 = tl.constexpr(int(Hyper.BETA2))
+ONE_MINUS_BETA2 = tl.constexpr(int(Hyper.ONE_MINUS_BETA2))
+EPS = tl.constexpr(int(Hyper.EPS))
+WEIGHT_DECAY = tl.constexpr(int(Hyper.WEIGHT_DECAY))
+MIN_COEFF = tl.constexpr(int(Hyper.MIN_COEFF))
+MAX_COEFF = tl.constexpr(int(Hyper.MAX_COEFF))
+COEFF_BETA = tl.constexpr(int(Hyper.COEFF_BETA))
+ONE_MINUS_COEFF_BETA = tl.constexpr(int(Hyper.ONE_MINUS_COEFF_BETA))
+FACTOR_MIN = tl.constexpr(int(Hyper.FACTOR_MIN))
+FACTOR_MAX = tl.constexpr(int(Hyper.FACTOR_MAX))
+THRESHOLD_LOW = tl.constexpr(int(Hyper.THRESHOLD_LOW))
+THRESHOLD_HIGH = tl.constexpr(int(Hyper.THRESHOLD_HIGH))
+BIAS_CORRECTION = tl.constexpr(int(Hyper.BIAS_CORRECTION))
+COEFF_BIAS_CORRECTION = tl.constexpr(int(Hyper.COEFF_BIAS_CORRECTION))
+HYPERS = tl.constexpr(len(Hyper))
+
+STEP = tl.constexpr(int(Rate.STEP))
+COEFF = tl.constexpr(int(Rate.COEFF))
+COEFF_CORRECTION = tl.constexpr(int(Rate.COEFF_CORRECTION))
+CORRECTION1 = tl.constexpr(int(Rate.CORRECTION1))
+CORRECTION2 = tl.constexpr(int(Rate.CORRECTION2))
+SCALING = tl.constexpr(int(Rate.SCALING))
+FACTOR = tl.constexpr(int(Rate.FACTOR))
+COUNT = tl.constexpr(int(Rate.COUNT))
+COEFF_USED = tl.constexpr(int(Rate.COEFF_USED))
+RATE = tl.constexpr(int(Rate.RATE))
+RATES = tl.constexpr(len(Rate))
+
+SKIP = tl.constexpr(int(Decision.SKIP))
+GRAD_SCALE = tl.constexpr(int(Clip.GRAD_SCALE))
+HEADER = tl.constexpr(HEADER_BYTES)
+
+NEGATIVE_ZERO = tl.constexpr(-(2**31))
+"""Bits of fp32 -0.0 as int32: the mark of an element that never takes part."""
+
+REDUCE_TILE = 1024
+"""Partial results that a reducing program reads at a time; fixed, so that sums run in one order everywhere."""
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, decided by TRITON_INTERPRET when they were imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def launch_constants(block_elements: int) -> dict[str, Any]:
+    """Options of every launch over blocks: 4 elements a thread and plane, warps from the block size alone."""
+    return {"num_warps": max(1, min(8, block_elements // 1024)), "enable_fp_fusion": False}
+
+
+def tile_elements(block_elements: int) -> int:
+    """Elements that an elementwise pass handles at a time; the interpreter pays per operation, so it takes all."""
+    return block_elements if interpreted() else max(64, block_elements // 8)
+
+
+def require(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    """Raise ValueError unless a tensor has this dtype and element count, is contiguous and on this device."""
+    if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"Invalid {name}: must be contiguous {dtype} with {numel} elements on {device}, "
+            f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
+@triton.jit
+def as_pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Typed pointer from an int64 address; ALIGNED promises 16 bytes, which gives 128-bit accesses."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def load_segment(address, offset, i, remaining, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements offset + i of a parameter or gradient as fp32; zeros behind its end and for address 0.
+
+    Only a segment's last block pays for a mask: elsewhere the branch keeps wide loads.
+    """
+    value = tl.zeros(i.shape, tl.float32)
+    if address != 0:
+        pointer = as_pointer(address, DTYPE, ALIGNED) + offset
+        if remaining >= BLOCK:
+            value = tl.load(pointer + i).to(tl.float32)
+        else:
+            value = tl.load(pointer + i, mask=i < remaining, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def store_segment(
+    address, offset, i, remaining, value, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Store fp32 values to elements offset + i of a parameter, rounded to its dtype."""
+    if address != 0:
+        pointer = as_pointer(address, DTYPE, ALIGNED) + offset
+        if remaining >= BLOCK:
+            tl.store(pointer + i, value.to(DTYPE))
+        else:
+            tl.store(pointer + i, value.to(DTYPE), mask=i < remaining)
+
+
+@triton.jit
+def segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK: tl.constexpr):
+    """Segment of a block, where the block starts in it, and how many of its elements are left from there."""
+    segment = tl.load(segment_ptr + block).to(tl.int64)
+    offset = (block - tl.load(first_block_ptr + segment).to(tl.int64)) * BLOCK
+    remaining = tl.load(numel_ptr + segment) - offset
+    return segment, offset, remaining
+
+
+@triton.jit
+def load_scale(message_ptr):
+    """The fp32 scale at the head of a message."""
+    return tl.load(message_ptr.to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def block_of_messages(messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK: tl.constexpr):
+    """Pointer to a block's planes in the bucket's messages, and the pointer to the message it lies in."""
+    chunk = block // blocks_per_chunk
+    message = messages_ptr + chunk * message_bytes
+    return message + HEADER + (block - chunk * blocks_per_chunk) * (BLOCK // 8), message
+
+
+@triton.jit
+def signed(plane_bytes, k, scale):
+    """Plus or minus scale for the elements of plane k."""
+    return tl.where(((plane_bytes >> k) & 1) != 0, scale, -scale)
+
+
+@triton.jit
+def is_masked(x):
+    """Whether x is negative zero: the mark of an element that never takes part."""
+    return x.to(tl.int32, bitcast=True) == NEGATIVE_ZERO
+
+
+@triton.jit
+def lazy_error(x, scale):
+    """Error that is left of a compensated value x after it was sent as scale * sign(x)."""
+    return x - tl.where(x >= 0, scale, -scale)
+
+
+@triton.jit
+def keep_mask(masked, old, new):
+    """New values, with masked elements left as they were and no other element ever a negative zero."""
+    return tl.where(masked, old, tl.where(new == 0, 0.0, new))
+
+
+@triton.jit
+def load_corrections(hyper_ptr, rates_ptr, ADVANCE: tl.constexpr):
+    """Bias corrections of m and v; ADVANCE counts the step that is being taken."""
+    correction1 = tl.load(rates_ptr + CORRECTION1)
+    correction2 = tl.load(rates_ptr + CORRECTION2)
+    if ADVANCE:
+        correction1 = tl.load(hyper_ptr + BETA1) * correction1 + tl.load(hyper_ptr + ONE_MINUS_BETA1)
+        correction2 = tl.load(hyper_ptr + BETA2) * correction2 + tl.load(hyper_ptr + ONE_MINUS_BETA2)
+    use = tl.load(hyper_ptr + BIAS_CORRECTION) != 0
+    return tl.where(use, correction1, 1.0), tl.where(use, correction2, 1.0)
+
+
+@triton.jit
+def sum_range(values_ptr, start, stop, TILE: tl.constexpr):
+    """Sum of values[start:stop] in a fixed order, fp32."""
+    lane = tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    for at in range(start, stop, TILE):
+        total += tl.load(values_ptr + at + lane, mask=at + lane < stop, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def max_range(values_ptr, start, stop, TILE: tl.constexpr):
+    """Maximum of values[start:stop], none of them negative."""
+    lane = tl.arange(0, TILE)
+    best = tl.zeros([TILE], tl.float32)
+    for at in range(start, stop, TILE):
+        best = tl.maximum(best, tl.load(values_ptr + at + lane, mask=at + lane < stop, other=0.0))
+    return tl.max(best)

@@ -1,0 +1,217 @@
+"""Stage 1, warmup: LAMB over a bucket in three launches, whatever the number of tensors.
+
+`lamb_moments`: m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g g,  u = m / (sqrt(v) + eps) + wd p
+`trust_ratio`: c = clamp(|p| / |u|),  C = cb C + (1-cb) c
+`lamb_apply`: p -= lr c u
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    BETA1,
+    BETA2,
+    COEFF,
+    COEFF_BETA,
+    COEFF_CORRECTION,
+    COEFF_USED,
+    CORRECTION1,
+    CORRECTION2,
+    EPS,
+    GRAD_SCALE,
+    HYPERS,
+    LR,
+    MAX_COEFF,
+    MIN_COEFF,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    ONE_MINUS_COEFF_BETA,
+    RATE,
+    RATES,
+    REDUCE_TILE,
+    SKIP,
+    STEP,
+    TRITON_DTYPES,
+    WEIGHT_DECAY,
+    launch_constants,
+    load_corrections,
+    load_segment,
+    require,
+    segment_of_block,
+    store_segment,
+    sum_range,
+    tile_elements,
+)
+from .tables import BlockMap, TensorTable
+
+
+@triton.jit
+def _lamb_moments_kernel(
+    param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr,
+    clip_ptr, decision_ptr, partials_ptr, blocks,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    block = tl.program_id(0).to(tl.int64)
+    segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
+    hyper = hyper_ptr + segment * HYPERS
+    beta1, one_minus_beta1 = tl.load(hyper + BETA1), tl.load(hyper + ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(hyper + BETA2), tl.load(hyper + ONE_MINUS_BETA2)
+    eps, weight_decay = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY)
+    correction1, correction2 = load_corrections(hyper, rates_ptr + segment * RATES, True)
+    grad_scale = tl.load(clip_ptr + GRAD_SCALE)
+    param, grad = tl.load(param_ptr + segment), tl.load(grad_ptr + segment)
+    exp_avg = exp_avg_ptr + block * BLOCK
+    exp_avg_sq = exp_avg_sq_ptr + block * BLOCK
+    p_squares = tl.zeros([TILE], tl.float32)
+    u_squares = tl.zeros([TILE], tl.float32)
+    for start in tl.static_range(0, BLOCK, TILE):
+        i = start + tl.arange(0, TILE)
+        p = load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
+        g = load_segment(grad, offset, i, remaining, BLOCK, GRAD_DTYPE, GRAD_ALIGNED) * grad_scale
+        m = beta1 * tl.load(exp_avg + i) + one_minus_beta1 * g
+        v = beta2 * tl.load(exp_avg_sq + i) + one_minus_beta2 * (g * g)
+        u = tl.div_rn(tl.div_rn(m, correction1), tl.sqrt_rn(tl.div_rn(v, correction2)) + eps) + weight_decay * p
+        tl.store(exp_avg + i, m)
+        tl.store(exp_avg_sq + i, v)
+        p_squares += p * p
+        u_squares += u * u
+    tl.store(partials_ptr + block, tl.sum(p_squares))
+    tl.store(partials_ptr + blocks + block, tl.sum(u_squares))
+
+
+@triton.jit
+def _trust_ratio_kernel(first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks, TILE: tl.constexpr):
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    segment = tl.program_id(0).to(tl.int64)
+    hyper = hyper_ptr + segment * HYPERS
+    rates = rates_ptr + segment * RATES
+    start, stop = tl.load(first_block_ptr + segment), tl.load(first_block_ptr + segment + 1)
+    p_norm = tl.sqrt_rn(sum_range(partials_ptr, start, stop, TILE))
+    u_norm = tl.sqrt_rn(sum_range(partials_ptr + blocks, start, stop, TILE))
+    c = tl.minimum(tl.maximum(tl.div_rn(p_norm, u_norm), tl.load(hyper + MIN_COEFF)), tl.load(hyper + MAX_COEFF))
+    c = tl.where((p_norm == 0) | (u_norm == 0), 1.0, c)
+    coeff_beta, one_minus_coeff_beta = tl.load(hyper + COEFF_BETA), tl.load(hyper + ONE_MINUS_COEFF_BETA)
+    tl.store(rates + STEP, tl.load(rates + STEP) + 1.0)
+    tl.store(rates + COEFF, coeff_beta * tl.load(rates + COEFF) + one_minus_coeff_beta * c)
+    tl.store(rates + COEFF_CORRECTION, coeff_beta * tl.load(rates + COEFF_CORRECTION) + one_minus_coeff_beta)
+    tl.store(
+        rates + CORRECTION1, tl.load(hyper + BETA1) * tl.load(rates + CORRECTION1) + tl.load(hyper + ONE_MINUS_BETA1)
+    )
+    tl.store(
+        rates + CORRECTION2, tl.load(hyper + BETA2) * tl.load(rates + CORRECTION2) + tl.load(hyper + ONE_MINUS_BETA2)
+    )
+    tl.store(rates + COEFF_USED, c)
+    tl.store(rates + RATE, tl.load(hyper + LR) * c)
+
+
+@triton.jit
+def _lamb_apply_kernel(
+    param_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr, decision_ptr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    block = tl.program_id(0).to(tl.int64)
+    segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
+    hyper = hyper_ptr + segment * HYPERS
+    rates = rates_ptr + segment * RATES
+    eps, weight_decay, rate = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY), tl.load(rates + RATE)
+    correction1, correction2 = load_corrections(hyper, rates, False)
+    param = tl.load(param_ptr + segment)
+    for start in tl.static_range(0, BLOCK, TILE):
+        i = start + tl.arange(0, TILE)
+        p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
+        m = tl.load(exp_avg_ptr + block * BLOCK + i)
+        v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
+        u = tl.div_rn(tl.div_rn(m, correction1), tl.sqrt_rn(tl.div_rn(v, correction2)) + eps) + weight_decay * p
+        store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
+
+
+def lamb_moments(
+    params: TensorTable,
+    grads: TensorTable,
+    blocks: BlockMap,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    rates: Tensor,
+    clip: Tensor,
+    decision: Tensor,
+    partials: Tensor,
+) -> None:
+    """Move both moments and sum |p|^2 and |u|^2 of every block; nothing changes if the step is skipped.
+
+    Args:
+        params: parameters of the bucket's segments, read.
+        grads: averaged gradients, missing ones count as zero.
+        blocks: the bucket's block map.
+        exp_avg: fp32 [blocks * block_elements], updated.
+        exp_avg_sq: likewise.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)].
+        clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
+        decision: int32 [len(Decision)].
+        partials: fp32 [2, blocks], overwritten.
+    """
+    block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
+    require("exp_avg", exp_avg, torch.float32, elements, device)
+    require("exp_avg_sq", exp_avg_sq, torch.float32, elements, device)
+    require("partials", partials, torch.float32, 2 * blocks.blocks, device)
+    _lamb_moments_kernel[(blocks.blocks,)](
+        params.addresses, grads.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq,
+        hyper, rates, clip, decision, partials, blocks.blocks, block, tile_elements(block),
+        TRITON_DTYPES[params.dtype], TRITON_DTYPES[grads.dtype], params.aligned, grads.aligned,
+        **launch_constants(block),
+    )  # fmt: skip
+
+
+def trust_ratio(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor) -> None:
+    """Trust ratio c of every segment, its running mean C, the bias corrections and the step's rate lr c.
+
+    Args:
+        blocks: the bucket's block map.
+        partials: fp32 [2, blocks], from `lamb_moments`; summed in a fixed order.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)], updated.
+        decision: int32 [len(Decision)].
+    """
+    require("partials", partials, torch.float32, 2 * blocks.blocks, rates.device)
+    _trust_ratio_kernel[(blocks.segments,)](
+        blocks.first_block, partials, hyper, rates, decision, blocks.blocks, REDUCE_TILE,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def lamb_apply(
+    params: TensorTable,
+    blocks: BlockMap,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    rates: Tensor,
+    decision: Tensor,
+) -> None:
+    """p -= rate u, with u computed again from the moments; rounded to the parameter's dtype.
+
+    Args:
+        params: parameters of the bucket's segments, updated in place.
+        blocks: the bucket's block map.
+        exp_avg: fp32 [blocks * block_elements].
+        exp_avg_sq: likewise.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)], with the rates that `trust_ratio` wrote.
+        decision: int32 [len(Decision)].
+    """
+    block = blocks.block_elements
+    _lamb_apply_kernel[(blocks.blocks,)](
+        params.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq, hyper, rates,
+        decision, block, tile_elements(block), TRITON_DTYPES[params.dtype], params.aligned, **launch_constants(block),
+    )  # fmt: skip

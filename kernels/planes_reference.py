@@ -1,0 +1,64 @@
+"""Sign planes and message headers in plain torch: the wire format that the Triton kernels share.
+
+Inside a block of B elements with Q = B/8, bit k of byte j is the sign of element k Q + j (1 = non-negative).
+A message is a 16-byte header followed by the planes of one chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .tables import HEADER_BYTES
+
+
+def header(messages: Tensor, field: int) -> Tensor:
+    """View of one header field of messages [n, bytes]: 0 scale, 2 sum of squares (fp32); 1 flags, 3 tag (int32)."""
+    dtype = torch.float32 if field in (0, 2) else torch.int32
+    return messages[:, 4 * field : 4 * field + 4].view(dtype).squeeze(1)
+
+
+def planes(messages: Tensor) -> Tensor:
+    """View of the sign planes of messages [n, bytes], uint8 [n, chunk/8]."""
+    return messages[:, HEADER_BYTES:]
+
+
+def pack_planes(x: Tensor) -> Tensor:
+    """Signs of x [blocks, B] as planes, uint8 [blocks, B/8]; zero, also negative zero, counts as positive."""
+    blocks, block_elements = x.shape
+    bits = (x >= 0).view(blocks, 8, block_elements // 8).to(torch.uint8)
+    out = bits[:, 0].clone()
+    for k in range(1, 8):
+        out |= bits[:, k] << k
+    return out
+
+
+def unpack_planes(packed: Tensor, scale: Tensor) -> Tensor:
+    """Plus or minus scale, fp32 [blocks, B], from planes uint8 [blocks, B/8] and scale [blocks, 1]."""
+    blocks, quarter = packed.shape
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(1, 8, 1)
+    positive = (packed.unsqueeze(1) >> shifts) & 1 != 0
+    return torch.where(positive.view(blocks, 8 * quarter), scale, -scale)
+
+
+def block_planes(messages: Tensor, block_elements: int) -> tuple[Tensor, Tensor]:
+    """Planes uint8 [blocks, B/8] and scale [blocks, 1] of every block of a bucket, from its messages [n, bytes]."""
+    packed = planes(messages)
+    per_chunk = packed.shape[1] // (block_elements // 8)
+    scale = header(messages, 0).repeat_interleave(per_chunk).unsqueeze(1)
+    return packed.reshape(-1, block_elements // 8), scale
+
+
+def masked_zero(x: Tensor) -> Tensor:
+    """Where x is negative zero: the mark of an element that never takes part (masked, or padding)."""
+    return (x == 0) & torch.signbit(x)
+
+
+def lazy_error(x: Tensor, scale: Tensor) -> Tensor:
+    """Error that is left of a compensated value x after it was sent as scale * sign(x)."""
+    return x - torch.where(x >= 0, scale, -scale)
+
+
+def keep_mask(masked: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """New values, with masked elements left as they were and no other element ever a negative zero."""
+    return torch.where(masked, old, torch.where(new == 0, torch.zeros_like(new), new))

@@ -1,0 +1,124 @@
+"""Stage 2, server: the mean of the ranks' signs on this rank's chunk, its error, and the planes sent back.
+
+    y = mean_i(S_i sign(x_i)) + E,  T = |y| / sqrt(N/n),  planes = sign(y)
+
+The sum runs in rank order; the error E is lazy, like the worker's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    HEADER,
+    REDUCE_TILE,
+    SKIP,
+    is_masked,
+    keep_mask,
+    launch_constants,
+    lazy_error,
+    load_scale,
+    require,
+    signed,
+    sum_range,
+)
+from .tables import HEADER_BYTES
+
+
+@triton.jit
+def _reduce_chunk_kernel(
+    received_ptr, y_ptr, y_scale_ptr, decision_ptr, message_ptr, partials_ptr, message_bytes,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    block = tl.program_id(0).to(tl.int64)
+    PLANE: tl.constexpr = BLOCK // 8
+    j = tl.arange(0, PLANE)
+    at = HEADER + block * PLANE
+    y_scale = tl.load(y_scale_ptr)
+    y_block = y_ptr + block * BLOCK
+    packed = tl.zeros([PLANE], tl.int32)
+    squares = tl.zeros([PLANE], tl.float32)
+    for k in tl.static_range(8):
+        total = tl.zeros([PLANE], tl.float32)
+        message = received_ptr
+        for _ in range(RANKS):
+            total += signed(tl.load(message + at + j).to(tl.int32), k, load_scale(message))
+            message += message_bytes
+        y_old = tl.load(y_block + k * PLANE + j)
+        y = tl.div_rn(total, tl.full([PLANE], RANKS, tl.float32)) + lazy_error(y_old, y_scale)
+        y = keep_mask(is_masked(y_old), y_old, y)
+        tl.store(y_block + k * PLANE + j, y)
+        squares += y * y
+        packed |= (y >= 0).to(tl.int32) << k
+    tl.store(message_ptr + at + j, packed.to(tl.uint8))
+    tl.store(partials_ptr + block, tl.sum(squares))
+
+
+@triton.jit
+def _seal_server_kernel(
+    partials_ptr, count_ptr, tag_ptr, decision_ptr, message_ptr, y_scale_ptr, blocks, TILE: tl.constexpr
+):
+    squares = sum_range(partials_ptr, 0, blocks, TILE)
+    scale = tl.sqrt_rn(tl.div_rn(squares, tl.maximum(tl.load(count_ptr), 1.0)))
+    scale = tl.where(tl.load(decision_ptr + SKIP) != 0, tl.load(y_scale_ptr), scale)
+    tl.store(y_scale_ptr, scale)
+    words = message_ptr.to(tl.pointer_type(tl.int32))
+    tl.store(message_ptr.to(tl.pointer_type(tl.float32)), scale)
+    tl.store(words + 1, 0)
+    tl.store(words + 2, 0)
+    tl.store(words + 3, tl.load(tag_ptr))
+
+
+def reduce_chunk(
+    received: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    decision: Tensor,
+    message: Tensor,
+    partials: Tensor,
+    block_elements: int,
+) -> None:
+    """Form y in place, write its sign planes, and sum |y|^2 of every block; nothing changes if the step is skipped.
+
+    Args:
+        received: uint8 [ranks, message bytes], message i from rank i.
+        y: fp32 [chunk], the last server sum, overwritten by the new one.
+        y_scale: fp32 [1], the scale it was sent with.
+        decision: int32 [len(Decision)].
+        message: uint8 [message bytes]; the planes are overwritten, the header is not.
+        partials: fp32 [chunk blocks], overwritten.
+        block_elements: elements of a block.
+    """
+    ranks, message_bytes = received.shape
+    blocks = partials.numel()
+    require("received", received, torch.uint8, ranks * message_bytes, decision.device)
+    require("y", y, torch.float32, blocks * block_elements, decision.device)
+    require("message", message, torch.uint8, HEADER_BYTES + blocks * block_elements // 8, decision.device)
+    _reduce_chunk_kernel[(blocks,)](
+        received, y, y_scale, decision, message, partials, message_bytes, ranks, block_elements,
+        **launch_constants(block_elements),
+    )  # fmt: skip
+
+
+def seal_server(
+    partials: Tensor, count: Tensor, tag: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
+) -> None:
+    """Finish the server's message: the L2 scale of y over the chunk (left alone if the step is skipped), and the tag.
+
+    Args:
+        partials: fp32 [chunk blocks], from `reduce_chunk`; summed in a fixed order.
+        count: fp32 [1], elements of the chunk that take part.
+        tag: int32 [1], the bucket's layout tag.
+        decision: int32 [len(Decision)].
+        message: uint8 [message bytes], header overwritten.
+        y_scale: fp32 [1], overwritten.
+    """
+    _seal_server_kernel[(1,)](
+        partials, count, tag, decision, message, y_scale, partials.numel(), REDUCE_TILE,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""What kernels, launchers and twins share: column numbers, the message header, the tables of tensors and blocks.
+
+Nothing here needs Triton. A *segment* is one parameter tensor, a *block* the ``block_elements`` that one kernel
+program owns; segments start on a block boundary, so a block belongs to exactly one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 16
+"""A message starts with fp32 scale, uint32 flags, fp32 sum of squares of the gradient, uint32 layout tag."""
+
+FLAG_NONFINITE = 1
+"""Header flag: the sender's gradient, or what it adds up to, is not finite."""
+
+
+class Hyper(IntEnum):
+    """Columns of the hyperparameter table, fp32 [segments, len(Hyper)]; written by the host, read by kernels."""
+
+    LR = 0
+    BETA1 = 1
+    ONE_MINUS_BETA1 = 2
+    BETA2 = 3
+    ONE_MINUS_BETA2 = 4
+    EPS = 5
+    WEIGHT_DECAY = 6
+    MIN_COEFF = 7
+    MAX_COEFF = 8
+    COEFF_BETA = 9
+    ONE_MINUS_COEFF_BETA = 10
+    FACTOR_MIN = 11
+    FACTOR_MAX = 12
+    THRESHOLD_LOW = 13  # 1 - factor_threshold
+    THRESHOLD_HIGH = 14  # 1 + factor_threshold
+    BIAS_CORRECTION = 15  # 1 or 0
+    COEFF_BIAS_CORRECTION = 16  # 1 or 0
+
+
+class Rate(IntEnum):
+    """Columns of the layer table, fp32 [segments, len(Rate)]; written by kernels, one row per parameter tensor."""
+
+    STEP = 0  # counted steps k
+    COEFF = 1  # C, running trust ratio, starts at 0
+    COEFF_CORRECTION = 2  # 1 - coeff_beta^k
+    CORRECTION1 = 3  # 1 - beta1^k
+    CORRECTION2 = 4  # 1 - beta2^k
+    SCALING = 5  # s_j
+    FACTOR = 6  # f of the last step
+    COUNT = 7  # elements that take part in compression
+    COEFF_USED = 8  # trust ratio of the last step: c, or C f
+    RATE = 9  # lr times COEFF_USED: what the update is multiplied by
+
+
+class Decision(IntEnum):
+    """Entries of the decision vector, int32: alike on every rank, written once a step, read by every pass."""
+
+    SKIP = 0  # 1: this step changes nothing
+    COUNTED = 1  # steps that were applied
+    SKIPPED = 2  # steps that were not
+    STREAK = 3  # skipped steps in a row
+    BAD_RANK = 4  # first rank whose message was flagged in the last skipped step, -1 if unknown
+    BAD_TAG = 5  # 1: a message of another layout arrived
+    EQUAL = 6  # steps in a row in which all ranks had the same sums of squares
+
+
+class Clip(IntEnum):
+    """Entries of the clipping vector, fp32."""
+
+    GRAD_SCALE = 0  # factor on every gradient of this step
+    RHO = 1  # running sum for rho = sqrt(mean_i |g_i|^2) / |mean_i g_i|
+    RHO_WEIGHT = 2  # 1 - decay^k, divides RHO
+    MAX_NORM = 3  # max_grad_norm, inf when off
+
+
+RHO_DECAY = 0.99
+"""Decay of the running rho."""
+
+CARRIED_COLUMNS = (Rate.STEP, Rate.COEFF, Rate.COEFF_CORRECTION, Rate.CORRECTION1, Rate.CORRECTION2)
+"""Layer columns that outlive a change of stage."""
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Which block of a bucket belongs to which segment. Blocks that pad the bucket belong to its last segment.
+
+    Attributes:
+        segment: int32 [blocks], the segment of each block (numbered within the bucket).
+        first_block: int32 [segments + 1], where each segment's blocks start.
+        numel: int64 [segments], elements of each parameter.
+        sizes: the same as Python ints.
+        starts: first element of each segment in the bucket, Python ints.
+        block_elements: elements of a block, a power of two, at least 64.
+    """
+
+    segment: Tensor
+    first_block: Tensor
+    numel: Tensor
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    block_elements: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in the bucket."""
+        return self.segment.numel()
+
+    @property
+    def segments(self) -> int:
+        """Number of parameter tensors in the bucket."""
+        return len(self.sizes)
+
+    def rows(self, table: Tensor, column: int) -> Tensor:
+        """Column of a per-segment table spread over the blocks, [blocks, 1]; for the twins."""
+        return table[:, column].index_select(0, self.segment).unsqueeze(1)
+
+    def sum(self, partials: Tensor) -> Tensor:
+        """Sum of one value per block over each segment, [segments], in block order; for the twins."""
+        return torch.segment_reduce(partials, "sum", offsets=self.first_block.long(), unsafe=True)
+
+    def max(self, partials: Tensor) -> Tensor:
+        """Maximum of one value per block over each segment, [segments]; for the twins."""
+        return torch.segment_reduce(partials, "max", offsets=self.first_block.long(), unsafe=True)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """One-dimensional view of a dense tensor in memory order (no copy, whatever its strides)."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+class TensorTable:
+    """The tensors of a bucket's segments, where they are: a table of addresses for kernels, a list for twins.
+
+    Addresses are copied to the device only when one of them changed, without synchronising.
+
+    Attributes:
+        addresses: int64 [segments] on the device; 0 stands for a missing tensor, which reads as zeros.
+        dtype: element type of all tensors.
+        aligned: whether every address is a multiple of 16 bytes.
+    """
+
+    def __init__(self, segments: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.aligned = True
+        self.addresses = torch.zeros(segments, dtype=torch.int64, device=device)
+        self._tensors: list[Tensor | None] = [None] * segments
+        self._host: list[int] = [0] * segments
+
+    def set(self, tensors: Sequence[Tensor | None]) -> None:
+        """Point the table at dense tensors (or None), one per segment; keeps them alive until `release`."""
+        self._tensors = list(tensors)
+        host = [0 if t is None else t.data_ptr() for t in tensors]
+        if host != self._host:
+            self._host = host
+            self.aligned = all(address % 16 == 0 for address in host)
+            staged = torch.tensor(host, dtype=torch.int64, pin_memory=self.addresses.is_cuda)
+            self.addresses.copy_(staged, non_blocking=True)
+
+    def release(self) -> None:
+        """Let go of the tensors; the table is of no use until the next `set`."""
+        self._tensors = []
+
+    def gather(self, blocks: BlockMap) -> Tensor:
+        """Copy of all tensors as fp32 [blocks, block_elements], zeros in the padding; for the twins."""
+        out = torch.zeros(blocks.blocks * blocks.block_elements, dtype=torch.float32, device=self.addresses.device)
+        for tensor, start, size in zip(self._tensors, blocks.starts, blocks.sizes, strict=True):
+            if tensor is not None:
+                out[start : start + size].copy_(flat(tensor))
+        return out.view(blocks.blocks, blocks.block_elements)
+
+    def scatter(self, values: Tensor, blocks: BlockMap) -> None:
+        """Write fp32 [blocks, block_elements] back to the tensors, rounded to their dtype; for the twins."""
+        values = values.view(-1)
+        for tensor, start, size in zip(self._tensors, blocks.starts, blocks.sizes, strict=True):
+            if tensor is not None:
+                flat(tensor).copy_(values[start : start + size])

@@ -1,0 +1,287 @@
+"""Stage 2, every rank alike: the fresh variance, the soft-threshold layer rate, and the update.
+
+    g~ = (m_new - b1 m) / (1-b1),  v' = b2 v' + (1-b2) g~ g~                            `fresh_variance`
+    f = max (sqrt(v)+eps) / (sqrt(v')+eps), softened and clamped; rate = lr C f         `soft_threshold_rate`
+    p -= rate (m_new / (sqrt(v)+eps) + wd p)                                            `compressed_apply`
+
+Only elements with v > 0 take part. An element that never saw a gradient has v = 0; one masked by the user has its v
+stored negated, so that nothing of it is lost.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    BETA1,
+    BETA2,
+    COEFF,
+    COEFF_BIAS_CORRECTION,
+    COEFF_CORRECTION,
+    COEFF_USED,
+    COUNT,
+    EPS,
+    FACTOR,
+    FACTOR_MAX,
+    FACTOR_MIN,
+    GRAD_SCALE,
+    HYPERS,
+    LR,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    RATE,
+    RATES,
+    REDUCE_TILE,
+    SCALING,
+    SKIP,
+    STEP,
+    THRESHOLD_HIGH,
+    THRESHOLD_LOW,
+    TRITON_DTYPES,
+    WEIGHT_DECAY,
+    block_of_messages,
+    launch_constants,
+    load_corrections,
+    load_scale,
+    load_segment,
+    max_range,
+    require,
+    segment_of_block,
+    signed,
+    store_segment,
+    sum_range,
+)
+from .tables import BlockMap, TensorTable
+
+
+@triton.jit
+def _fresh_variance_kernel(
+    param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
+    exp_avg_sq_ptr, exp_avg_sq_fresh_ptr, hyper_ptr, rates_ptr, clip_ptr, decision_ptr, partials_ptr,
+    blocks, blocks_per_chunk, message_bytes,
+    OLD_DENSE: tl.constexpr, NEW_DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    block = tl.program_id(0).to(tl.int64)
+    segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
+    hyper = hyper_ptr + segment * HYPERS
+    rates = rates_ptr + segment * RATES
+    beta1, one_minus_beta1 = tl.load(hyper + BETA1), tl.load(hyper + ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(hyper + BETA2), tl.load(hyper + ONE_MINUS_BETA2)
+    eps, weight_decay = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY)
+    correction1, correction2 = load_corrections(hyper, rates, False)
+    scaling = tl.load(rates + SCALING)
+    param = tl.load(param_ptr + segment)
+    PLANE: tl.constexpr = BLOCK // 8
+    j = tl.arange(0, PLANE)
+    if not OLD_DENSE:
+        old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
+        old = tl.load(old_planes + j).to(tl.int32)
+        old_scale = tl.div_rn(load_scale(old_message), scaling)
+    if NEW_DENSE:
+        grad = tl.load(grad_ptr + segment)
+        grad_scale = tl.load(clip_ptr + GRAD_SCALE)
+    else:
+        new_planes, new_message = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
+        new = tl.load(new_planes + j).to(tl.int32)
+        new_scale = tl.div_rn(load_scale(new_message), scaling)
+    factor = tl.zeros([PLANE], tl.float32)
+    direction_squares = tl.zeros([PLANE], tl.float32)
+    u_squares = tl.zeros([PLANE], tl.float32)
+    for k in tl.static_range(8):
+        i = k * PLANE + j
+        at = block * BLOCK + i
+        v = tl.load(exp_avg_sq_ptr + at)
+        v_fresh = tl.load(exp_avg_sq_fresh_ptr + at)
+        part = v > 0
+        if OLD_DENSE:
+            m_old = tl.load(exp_avg_ptr + at)
+        else:
+            m_old = signed(old, k, old_scale)
+        if NEW_DENSE:
+            g = load_segment(grad, offset, i, remaining, BLOCK, GRAD_DTYPE, GRAD_ALIGNED) * grad_scale
+            g = tl.where(g * g < float("inf"), g, 0.0)
+            m = tl.where(part, beta1 * m_old + one_minus_beta1 * g, 0.0)
+            tl.store(exp_avg_ptr + at, m)
+        else:
+            m = tl.where(part, signed(new, k, new_scale), 0.0)
+            g = tl.div_rn(m - beta1 * m_old, one_minus_beta1)
+        fresh = tl.where(part, beta2 * v_fresh + one_minus_beta2 * (g * g), v_fresh)
+        tl.store(exp_avg_sq_fresh_ptr + at, fresh)
+        denominator = tl.sqrt_rn(tl.div_rn(tl.abs(v), correction2)) + eps
+        fresh_denominator = tl.sqrt_rn(tl.div_rn(tl.abs(fresh), correction2)) + eps
+        factor = tl.maximum(factor, tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0))
+        direction = tl.where(part, tl.div_rn(tl.div_rn(m, correction1), denominator), 0.0)
+        u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
+        direction_squares += direction * direction
+        u_squares += u * u
+    tl.store(partials_ptr + block, tl.max(factor))
+    tl.store(partials_ptr + blocks + block, tl.sum(direction_squares))
+    tl.store(partials_ptr + 2 * blocks + block, tl.sum(u_squares))
+
+
+@triton.jit
+def _soft_threshold_rate_kernel(
+    first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks, TILE: tl.constexpr
+):
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    segment = tl.program_id(0).to(tl.int64)
+    hyper = hyper_ptr + segment * HYPERS
+    rates = rates_ptr + segment * RATES
+    start, stop = tl.load(first_block_ptr + segment), tl.load(first_block_ptr + segment + 1)
+    factor = max_range(partials_ptr, start, stop, TILE)
+    direction_norm = tl.sqrt_rn(sum_range(partials_ptr + blocks, start, stop, TILE))
+    u_norm = tl.sqrt_rn(sum_range(partials_ptr + 2 * blocks, start, stop, TILE))
+    share = tl.where(u_norm > 0, tl.minimum(tl.div_rn(direction_norm, u_norm), 1.0), 1.0)
+    factor = tl.where(tl.load(hyper + WEIGHT_DECAY) > 0, factor * share + 1.0 - share, factor)
+    factor = tl.minimum(tl.maximum(factor, tl.load(hyper + FACTOR_MIN)), tl.load(hyper + FACTOR_MAX))
+    last = tl.load(rates + FACTOR)
+    low, high = last * tl.load(hyper + THRESHOLD_LOW), last * tl.load(hyper + THRESHOLD_HIGH)
+    factor = tl.minimum(tl.maximum(factor, low), high)
+    factor = tl.where(tl.load(rates + COUNT) > 0, factor, 1.0)
+    coeff = tl.load(rates + COEFF)
+    correct = tl.load(hyper + COEFF_BIAS_CORRECTION) != 0
+    coeff = tl.where(correct, tl.div_rn(coeff, tl.load(rates + COEFF_CORRECTION)), coeff)
+    tl.store(rates + STEP, tl.load(rates + STEP) + 1.0)
+    tl.store(rates + FACTOR, factor)
+    tl.store(rates + COEFF_USED, coeff * factor)
+    tl.store(rates + RATE, tl.load(hyper + LR) * (coeff * factor))
+
+
+@triton.jit
+def _compressed_apply_kernel(
+    param_ptr, segment_ptr, first_block_ptr, numel_ptr, messages_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr,
+    rates_ptr, decision_ptr, blocks_per_chunk, message_bytes,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if tl.load(decision_ptr + SKIP) != 0:
+        return
+    block = tl.program_id(0).to(tl.int64)
+    segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
+    hyper = hyper_ptr + segment * HYPERS
+    rates = rates_ptr + segment * RATES
+    eps, weight_decay, rate = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY), tl.load(rates + RATE)
+    correction1, correction2 = load_corrections(hyper, rates, False)
+    param = tl.load(param_ptr + segment)
+    PLANE: tl.constexpr = BLOCK // 8
+    j = tl.arange(0, PLANE)
+    if not DENSE:
+        planes, message = block_of_messages(messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
+        signs = tl.load(planes + j).to(tl.int32)
+        m_scale = tl.div_rn(load_scale(message), tl.load(rates + SCALING))
+    for k in tl.static_range(8):
+        i = k * PLANE + j
+        p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
+        v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
+        if DENSE:
+            m = tl.load(exp_avg_ptr + block * BLOCK + i)
+        else:
+            m = signed(signs, k, m_scale)
+        denominator = tl.sqrt_rn(tl.div_rn(tl.abs(v), correction2)) + eps
+        u = tl.where(v > 0, tl.div_rn(tl.div_rn(m, correction1), denominator), 0.0) + weight_decay * p
+        store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
+
+
+def fresh_variance(
+    params: TensorTable,
+    grads: TensorTable | None,
+    blocks: BlockMap,
+    old_messages: Tensor,
+    new_messages: Tensor,
+    exp_avg: Tensor | None,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_fresh: Tensor,
+    hyper: Tensor,
+    rates: Tensor,
+    clip: Tensor,
+    decision: Tensor,
+    partials: Tensor,
+) -> None:
+    """Move v' by the reconstructed gradient and reduce every block to max ratio, |up|^2 and |u|^2.
+
+    The old momentum is read from old_messages or, if given, from exp_avg. The new one is read from new_messages or,
+    if gradients are given (one process, nothing compressed), formed from them and written to exp_avg.
+
+    Args:
+        params: parameters of the bucket's segments, read.
+        grads: None, or this process's gradients.
+        blocks: the bucket's block map.
+        old_messages: uint8 [ranks, message bytes], what the last exchange left.
+        new_messages: likewise of this step's exchange.
+        exp_avg: None, or the dense momentum fp32 [blocks * block_elements].
+        exp_avg_sq: fp32 [blocks * block_elements], frozen; not positive where masked.
+        exp_avg_sq_fresh: likewise, updated.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)].
+        clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
+        decision: int32 [len(Decision)]; nothing changes if it says skip.
+        partials: fp32 [3, blocks], overwritten.
+    """
+    block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
+    ranks, message_bytes = new_messages.shape
+    require("exp_avg_sq", exp_avg_sq, torch.float32, elements, device)
+    require("exp_avg_sq_fresh", exp_avg_sq_fresh, torch.float32, elements, device)
+    require("partials", partials, torch.float32, 3 * blocks.blocks, device)
+    source = params if grads is None else grads
+    _fresh_variance_kernel[(blocks.blocks,)](
+        params.addresses, source.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages,
+        new_messages, exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip,
+        decision, partials, blocks.blocks, blocks.blocks // ranks, message_bytes, exp_avg is not None,
+        grads is not None, block, TRITON_DTYPES[params.dtype], TRITON_DTYPES[source.dtype], params.aligned,
+        source.aligned, **launch_constants(block),
+    )  # fmt: skip
+
+
+def soft_threshold_rate(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor) -> None:
+    """Factor f of every segment between its soft thresholds, and the step's rate lr C f.
+
+    Args:
+        blocks: the bucket's block map.
+        partials: fp32 [3, blocks], from `fresh_variance`; reduced in a fixed order.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)], updated.
+        decision: int32 [len(Decision)].
+    """
+    require("partials", partials, torch.float32, 3 * blocks.blocks, rates.device)
+    _soft_threshold_rate_kernel[(blocks.segments,)](
+        blocks.first_block, partials, hyper, rates, decision, blocks.blocks, REDUCE_TILE,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def compressed_apply(
+    params: TensorTable,
+    blocks: BlockMap,
+    messages: Tensor,
+    exp_avg: Tensor | None,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    rates: Tensor,
+    decision: Tensor,
+) -> None:
+    """p -= rate u, the momentum read from messages or, if given, from exp_avg; rounded to the parameter's dtype.
+
+    Args:
+        params: parameters of the bucket's segments, updated in place; masked elements move by weight decay alone.
+        blocks: the bucket's block map.
+        messages: uint8 [ranks, message bytes], what this step's exchange left.
+        exp_avg: None, or the dense momentum fp32 [blocks * block_elements].
+        exp_avg_sq: fp32 [blocks * block_elements], frozen; not positive where masked.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)], with the rates that `soft_threshold_rate` wrote.
+        decision: int32 [len(Decision)].
+    """
+    block = blocks.block_elements
+    ranks, message_bytes = messages.shape
+    _compressed_apply_kernel[(blocks.blocks,)](
+        params.addresses, blocks.segment, blocks.first_block, blocks.numel, messages,
+        exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, hyper, rates, decision, blocks.blocks // ranks,
+        message_bytes, exp_avg is not None, block, TRITON_DTYPES[params.dtype], params.aligned,
+        **launch_constants(block),
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""State of the optimizer as torch's state dict: one entry per parameter, and the progress of the whole.
+
+In warmup, and on one rank, the state is the same on every rank and loads at any number of ranks. In compression on
+several ranks each rank also has pending errors of its own: its state is for the same rank of as many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .buckets import Bucket
+from .kernels.tables import Clip, Decision, Rate
+from .stages import Compression, Replica, Uncompressed, Warmup, pending_error
+from .stages.switch import dense_momentum
+
+VERSION = 1
+KEY = "onebit_lamb"
+"""Where a saved param group keeps the progress."""
+
+SCALARS = {
+    "step": Rate.STEP,
+    "lamb_coeff": Rate.COEFF,
+    "lamb_coeff_correction": Rate.COEFF_CORRECTION,
+    "bias_correction1": Rate.CORRECTION1,
+    "bias_correction2": Rate.CORRECTION2,
+    "scaling_coeff": Rate.SCALING,
+    "last_factor": Rate.FACTOR,
+}
+"""Key in a parameter's state -> column of the layer table."""
+
+
+@dataclass
+class Progress:
+    """Where training stands, as plain numbers.
+
+    Attributes:
+        version: of this format.
+        stage: "warmup" or "compression".
+        calls: calls of step() so far, skipped ones included.
+        warmup_base: counted steps when the present (or last) warmup began; warmup_steps: how long it is.
+        check_at: call at which the end of warmup is next looked at.
+        ranks, rank, layout: of the process that saved; they matter in compression on several ranks.
+        counted, skipped, streak: decisions so far.
+        rho, rho_weight: running ratio of norms for clipping.
+    """
+
+    version: int
+    stage: str
+    calls: int
+    warmup_base: int
+    warmup_steps: int
+    check_at: int
+    ranks: int
+    rank: int
+    layout: int
+    counted: int = 0
+    skipped: int = 0
+    streak: int = 0
+    rho: float = 0.0
+    rho_weight: float = 0.0
+
+    def read_device(self, replica: Replica) -> None:
+        """Fill in the counters that live on the device (synchronises)."""
+        decision, clip = replica.decision.tolist(), replica.clip.tolist()
+        self.counted, self.skipped = decision[Decision.COUNTED], decision[Decision.SKIPPED]
+        self.streak = decision[Decision.STREAK]
+        self.rho, self.rho_weight = clip[Clip.RHO], clip[Clip.RHO_WEIGHT]
+
+    def write_device(self, replica: Replica) -> None:
+        """Put the counters back on the device."""
+        for entry, value in (
+            (Decision.COUNTED, self.counted),
+            (Decision.SKIPPED, self.skipped),
+            (Decision.STREAK, self.streak),
+        ):
+            replica.decision[entry] = value
+        replica.clip[Clip.RHO], replica.clip[Clip.RHO_WEIGHT] = self.rho, self.rho_weight
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict."""
+        return asdict(self)
+
+
+def export_state(replica: Replica, stage: Warmup | Uncompressed | Compression) -> dict[Tensor, dict[str, Tensor]]:
+    """Copies of every parameter's state, in the parameter's shape and fp32.
+
+    Keys: `SCALARS`, exp_avg, exp_avg_sq; in compression exp_avg_sq_fresh; on several ranks also worker_error (this
+    rank's) and server_error (1-D, the part of the tensor that lies in this rank's chunk, often empty).
+    """
+    exported: dict[Tensor, dict[str, Tensor]] = {}
+    for number, bucket in enumerate(replica.buckets):
+        flats = {
+            "exp_avg": dense_momentum(bucket, stage, number),
+            "exp_avg_sq": bucket.exp_avg_sq.abs(),
+            "exp_avg_sq_fresh": bucket.exp_avg_sq_fresh,
+            "worker_error": None if bucket.x is None else pending_error(bucket.x, bucket.x_scale),
+        }
+        views = {key: bucket.views(value) for key, value in flats.items() if value is not None}
+        server = None if bucket.y is None else pending_error(bucket.y, bucket.y_scale)
+        for row, parameter in enumerate(bucket.parameters):
+            entry = {key: bucket.rates[row, column].clone() for key, column in SCALARS.items()}
+            # A view of a flat buffer would be saved with the whole buffer.
+            entry.update({key: value[row].clone() for key, value in views.items()})
+            if server is not None:
+                entry["server_error"] = server[_in_chunk(bucket, row, replica)].clone()
+            exported[parameter] = entry
+    return exported
+
+
+def _in_chunk(bucket: Bucket, row: int, replica: Replica) -> slice:
+    """Part of a parameter that lies in this rank's chunk, as a slice of the chunk."""
+    chunk = bucket.elements // replica.communicator.ranks
+    first = chunk * replica.communicator.rank
+    start, size = bucket.map.starts[row], bucket.map.sizes[row]
+    low = min(max(start - first, 0), chunk)
+    return slice(low, max(low, min(start + size - first, chunk)))
+
+
+def read_progress(groups: list[dict[str, Any]]) -> Progress:
+    """Progress that a saved state carries.
+
+    Raises:
+        ValueError: if it is not a state of this optimizer, or of another version.
+    """
+    saved = groups[0].get(KEY) if groups else None
+    if not isinstance(saved, dict) or "version" not in saved:
+        raise ValueError(f"Invalid state_dict: param groups must carry {KEY!r}; is it a state of OneBitLamb?")
+    if saved["version"] != VERSION:
+        raise ValueError(f"Invalid state_dict: version {saved['version']!r}; this release reads version {VERSION}.")
+    names = {field.name for field in fields(Progress)}
+    if set(saved) != names:
+        raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")
+    if saved["stage"] not in ("warmup", "compression"):
+        raise ValueError(f"Invalid state_dict: stage must be warmup or compression, got {saved['stage']!r}.")
+    return Progress(**saved)
+
+
+def check_state(
+    progress: Progress, entries: dict[Tensor, dict[str, Any]], names: dict[Tensor, str], replica: Replica
+) -> None:
+    """Check that a saved state can be put into a replica, before anything of it is.
+
+    Raises:
+        ValueError: saying what does not fit.
+    """
+    communicator = replica.communicator
+    ranked = progress.stage == "compression" and max(progress.ranks, communicator.ranks) > 1
+    if ranked:
+        if progress.ranks != communicator.ranks:
+            raise ValueError(
+                f"Invalid state_dict: saved in compression by {progress.ranks} ranks, loaded by {communicator.ranks}. "
+                "Pending errors belong to ranks, and dropping them would lose part of the optimisation: load with as "
+                "many ranks, or save in warmup (call rewarm() before saving)."
+            )
+        if progress.rank != communicator.rank:
+            raise ValueError(
+                f"Invalid state_dict: saved in compression by rank {progress.rank}, loaded by rank "
+                f"{communicator.rank}. Every rank has pending errors of its own: save and load one file per rank."
+            )
+        if progress.layout != replica.layout.fingerprint:
+            raise ValueError(
+                "Invalid state_dict: saved in compression with another layout (tensor sizes or order, "
+                "block_elements, bucket_elements). Use the options it was saved with."
+            )
+    wanted = ["exp_avg", "exp_avg_sq"]
+    if progress.stage == "compression":
+        wanted += ["exp_avg_sq_fresh"] + (["worker_error"] if ranked else [])
+    for bucket in replica.buckets:
+        for row, parameter in enumerate(bucket.parameters):
+            entry, name = entries.get(parameter, {}), names[parameter]
+            shapes = dict.fromkeys(wanted, parameter.shape) | dict.fromkeys(SCALARS, torch.Size())
+            if ranked:
+                part = _in_chunk(bucket, row, replica)
+                shapes["server_error"] = torch.Size([part.stop - part.start])
+            for key, shape in shapes.items():
+                if not isinstance(entry.get(key), Tensor):
+                    raise ValueError(f"Invalid state_dict: the state of {name} must have a tensor {key!r}.")
+                if entry[key].shape != shape:
+                    raise ValueError(
+                        f"Invalid state_dict: {key!r} of {name} must have shape {tuple(shape)}, got "
+                        f"{tuple(entry[key].shape)}."
+                    )
+
+
+def import_dense(replica: Replica, entries: dict[Tensor, dict[str, Tensor]], compression: bool) -> None:
+    """Copy moments and layer scalars into a replica that is in warmup."""
+    for bucket in replica.buckets:
+        flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
+        if compression:
+            bucket.exp_avg_sq_fresh = flats["exp_avg_sq_fresh"] = bucket.zeros()
+        for key, flat_state in flats.items():
+            assert flat_state is not None
+            for view, parameter in zip(bucket.views(flat_state), bucket.parameters, strict=True):
+                view.copy_(entries[parameter][key])
+        for row, parameter in enumerate(bucket.parameters):
+            for key, column in SCALARS.items():
+                bucket.rates[row, column] = entries[parameter][key].to(torch.float32)
+
+
+def import_errors(replica: Replica, entries: dict[Tensor, dict[str, Tensor]]) -> None:
+    """Copy pending errors into the second stage's buffers: x and y become the errors, with scale 0."""
+    for bucket in replica.buckets:
+        if bucket.x is None or bucket.y is None:
+            continue
+        for row, (view, parameter) in enumerate(zip(bucket.views(bucket.x), bucket.parameters, strict=True)):
+            _copy_unmasked(view, entries[parameter]["worker_error"])
+            _copy_unmasked(bucket.y[_in_chunk(bucket, row, replica)], entries[parameter]["server_error"])
+
+
+def _copy_unmasked(state: Tensor, error: Tensor) -> None:
+    """Copy an error over state, leaving the negative zeros that mark masked elements."""
+    error = error.to(state)
+    state.copy_(torch.where(torch.signbit(state) | (error == 0), state, error))
+
+
+def carry_over(old: Replica, new: Replica) -> None:
+    """Copy the warmup state of the parameters that two replicas share; for a param group added in warmup."""
+    places = {parameter: (bucket, row) for bucket in old.buckets for row, parameter in enumerate(bucket.parameters)}
+    for parameter, bucket, row in _rows(new):
+        if parameter in places:
+            source, source_row = places[parameter]
+            bucket.rates[row] = source.rates[source_row]
+            for mine, theirs in ((bucket.exp_avg, source.exp_avg), (bucket.exp_avg_sq, source.exp_avg_sq)):
+                assert mine is not None
+                assert theirs is not None
+                bucket.views(mine)[row].copy_(source.views(theirs)[source_row])
+    new.decision.copy_(old.decision)
+    new.clip.copy_(old.clip)
+
+
+def _rows(replica: Replica) -> Iterator[tuple[Tensor, Bucket, int]]:
+    for bucket in replica.buckets:
+        for row, parameter in enumerate(bucket.parameters):
+            yield parameter, bucket, row

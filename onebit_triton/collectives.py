@@ -1,0 +1,228 @@
+"""The wire: collectives over one process group, counted where they are sent, and the compressed all-reduce.
+
+Only this module and ddp.py know torch.distributed. gloo and NCCL take the same single-tensor calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup as ProcessGroup
+
+
+class Work(Protocol):
+    """A started collective."""
+
+    def wait(self) -> object:
+        """Order what follows after it: on the current stream on CUDA, by blocking on a CPU."""
+
+
+class _Done:
+    """A collective with nothing to send."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Traffic:
+    """Bytes this rank has sent, by stage. A ring is assumed where the library may choose (all-reduce, all-gather)."""
+
+    def __init__(self) -> None:
+        self.sent = {"warmup": 0, "compression": 0}
+        self.stage = "warmup"
+        self.last_step = 0
+        self._mark = 0
+
+    def add(self, size: int) -> None:
+        """Count bytes for the present stage."""
+        self.sent[self.stage] += size
+
+    def end_step(self) -> None:
+        """Close the account of one step: what was sent since the last one, backward pass included."""
+        self.last_step = sum(self.sent.values()) - self._mark
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Leave what was sent so far (agreeing, switching) out of the account of the next step."""
+        self._mark = sum(self.sent.values())
+
+
+class Communicator:
+    """Collectives over one process group, or over nobody.
+
+    Args:
+        process_group: a torch.distributed group; None means the default group when torch.distributed is initialised,
+            else a single process.
+
+    Attributes:
+        group: the process group, None for a single process.
+        rank: this process's rank in the group.
+        ranks: size of the group.
+        traffic: bytes sent so far.
+
+    Raises:
+        ValueError: if this process is not in the group.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None) -> None:
+        ready = dist.is_available() and dist.is_initialized()
+        given: object = process_group
+        if given is not None and not isinstance(given, ProcessGroup):
+            where = f"rank {dist.get_rank()}" if ready else "this process"
+            raise ValueError(
+                f"Invalid process_group={process_group!r}. Must be a process group that {where} belongs to; "
+                "new_group() returns a placeholder on other ranks: create the optimizer on its members only."
+            )
+        self.group = process_group if process_group is not None else (dist.group.WORLD if ready else None)
+        self.rank, self.ranks = 0, 1
+        if self.group is not None:
+            self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise ValueError("Invalid process_group. Must contain this rank.")
+        self.traffic = Traffic()
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Send row r of `sent` to rank r; row r of `received` comes from rank r. Asynchronous."""
+        if self.ranks == 1:
+            received.copy_(sent)
+            return _Done()
+        self.traffic.add(sent.nbytes // self.ranks * (self.ranks - 1))
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
+        """Concatenate every rank's `sent` in rank order. Asynchronous."""
+        if self.ranks == 1:
+            gathered.view(-1).copy_(sent.view(-1))
+            return _Done()
+        self.traffic.add(sent.nbytes * (self.ranks - 1))
+        # torch 2.13 renames the call and deprecates the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(gathered.view(-1), sent.view(-1), group=self.group, async_op=True)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum over ranks, in place. Asynchronous."""
+        if self.ranks == 1:
+            return _Done()
+        self.count_all_reduce(tensor)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def count_all_reduce(self, tensor: Tensor) -> None:
+        """Count the bytes that a ring all-reduce of a tensor sends."""
+        self.traffic.add(2 * tensor.nbytes * (self.ranks - 1) // self.ranks)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank the tensor of rank 0 of the group."""
+        if self.group is not None and self.ranks > 1:
+            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        """Every rank's numbers, on the host."""
+        backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
+        device = torch.device("cuda" if "nccl" in backend else "cpu")
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        theirs = torch.empty(self.ranks * len(numbers), dtype=torch.int64, device=device)
+        self.all_gather(theirs, mine).wait()
+        return theirs.view(self.ranks, -1).tolist()
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise on every rank if any rank failed: its own error there, one that names it elsewhere.
+
+        Without this a rank that failed would leave its peers waiting in their next collective.
+        """
+        failed = [rank for rank, (flag,) in enumerate(self._gather_numbers([int(error is not None)])) if flag]
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"Rank {failed[0]} failed to {doing}; its own error message says why.")
+
+    def agree(self, facts: Mapping[str, int]) -> None:
+        """Compare facts between ranks.
+
+        Args:
+            facts: name -> number that must be the same on every rank, same names everywhere.
+
+        Raises:
+            RuntimeError: on every rank alike, naming the first fact that differs and who has what.
+        """
+        rows = self._gather_numbers(list(facts.values()))
+        for column, name in enumerate(facts):
+            for rank, row in enumerate(rows):
+                if row[column] != rows[0][column]:
+                    raise RuntimeError(
+                        f"Ranks do not agree on {name}: rank {rank} has {row[column]}, rank 0 has {rows[0][column]}. "
+                        "Every rank must build the same optimizer over the same parameters in the same order."
+                    )
+
+
+class CompressedAllReduce:
+    """Mean of sign-compressed buckets over a process group: all-to-all, then all-gather, one message a rank each.
+
+    Buffers are allocated once. For each bucket there are two sets of messages: `old` holds what the last exchange left
+    (it is the momentum), `new` is packed, sent, and then receives what this exchange leaves.
+
+    Args:
+        communicator: the group.
+        message_bytes: bytes of one message of every bucket.
+        tag: number that messages carry, mixed with the bucket's number.
+        device: where the buffers live.
+
+    Attributes:
+        old, new: uint8 [ranks, message bytes] per bucket.
+        received: likewise, message i from rank i.
+        server: uint8 [message bytes] per bucket, this rank's chunk for everybody.
+        received_flat: uint8, all buckets' `received`.
+        headers: int64 [buckets, ranks], where in `received_flat` each message starts.
+        tags: int32 [buckets].
+    """
+
+    def __init__(
+        self, communicator: Communicator, message_bytes: Sequence[int], tag: int, device: torch.device
+    ) -> None:
+        self.communicator = communicator
+        ranks = communicator.ranks
+        starts, end = [], 0
+        for size in message_bytes:
+            starts.append(end)
+            end += -(-ranks * size // 16) * 16
+
+        def messages() -> tuple[Tensor, list[Tensor]]:
+            buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+            return buffer, [
+                buffer[start : start + ranks * size].view(ranks, size)
+                for start, size in zip(starts, message_bytes, strict=True)
+            ]
+
+        self._old_flat, self.old = messages()
+        self._new_flat, self.new = messages()
+        self.received_flat, self.received = messages()
+        self.server = [torch.zeros(size, dtype=torch.uint8, device=device) for size in message_bytes]
+        offsets = [[start + r * size for r in range(ranks)] for start, size in zip(starts, message_bytes, strict=True)]
+        self.headers = torch.tensor(offsets, dtype=torch.int64).view(-1, ranks).to(device)
+        tags = [(tag + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(len(message_bytes))]
+        self.tags = torch.tensor(tags, dtype=torch.int32).to(device)
+
+    def send_to_servers(self, bucket: int) -> Work:
+        """Start the first exchange of a bucket: every rank receives its chunk of everybody's `new`."""
+        return self.communicator.all_to_all(self.received[bucket], self.new[bucket])
+
+    def send_to_workers(self, bucket: int) -> Work:
+        """Start the second exchange of a bucket: everybody receives every server's message in `new`."""
+        return self.communicator.all_gather(self.new[bucket], self.server[bucket])
+
+    def flip(self) -> None:
+        """End a step: what was received becomes the old momentum."""
+        self.old, self.new = self.new, self.old
+        self._old_flat, self._new_flat = self._new_flat, self._old_flat
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes this rank sends in one step."""
+        return 2 * (self.communicator.ranks - 1) * sum(message.nbytes for message in self.server)
+
+    def held(self) -> list[Tensor]:
+        """Every buffer, for counting memory."""
+        return [self._old_flat, self._new_flat, self.received_flat, *self.server]

@@ -1,0 +1,77 @@
+"""The hook that DistributedDataParallel calls with each bucket of gradients: averages in warmup, leaves them after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .collectives import Communicator
+
+
+class GradientHook:
+    """Communication hook of one DDP model. Nothing is keyed by DDP's buckets: DDP rebuilds them.
+
+    Attributes:
+        averaging: whether the next backward pass averages; set by the optimizer when its stage changes.
+        measuring: whether to add up the sums of squares of the local gradients (clipping needs them).
+        averaged: whether the last backward pass averaged; cleared by the optimizer after each step.
+        squares: fp32 [], sum of squares of the local gradients since the last step, or None.
+    """
+
+    def __init__(self, communicator: Communicator, measuring: bool) -> None:
+        self.communicator = communicator
+        self.averaging = True
+        self.measuring = measuring
+        self.averaged = False
+        self.squares: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget the last backward pass."""
+        self.averaged = False
+        self.squares = None
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """What DDP calls; returns the bucket's gradients, averaged or as they are."""
+        buffer = bucket.buffer()
+        if not self.averaging:
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(buffer)
+            return future
+        self.averaged = True
+        if self.measuring:
+            squares = buffer.float().square().sum()
+            self.squares = squares if self.squares is None else self.squares + squares
+        buffer.div_(self.communicator.ranks)
+        self.communicator.count_all_reduce(buffer)
+        work = dist.all_reduce(buffer, group=self.communicator.group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def install_hook(model: torch.nn.Module, communicator: Communicator, measuring: bool) -> GradientHook:
+    """Register a `GradientHook` on a DDP model.
+
+    Raises:
+        TypeError: if the model is not a DistributedDataParallel.
+        ValueError: if its process group has other members than the optimizer's.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"Invalid model {type(model).__name__}. Must be a torch.nn.parallel.DistributedDataParallel; without DDP, "
+            "leave attach out: the optimizer averages gradients itself."
+        )
+    theirs = dist.get_process_group_ranks(model.process_group)
+    ours = dist.get_process_group_ranks(communicator.group)
+    if theirs != ours:
+        raise ValueError(f"Invalid model: its process group has ranks {theirs}, the optimizer's has {ours}.")
+    hook = GradientHook(communicator, measuring)
+
+    # DDP inspects the signature: the second argument must be called bucket, and annotations must not be strings.
+    def reduce_gradients(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(bucket)
+
+    model.register_comm_hook(None, reduce_gradients)
+    return hook

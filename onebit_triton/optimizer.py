@@ -1,0 +1,473 @@
+"""OneBitLamb: parameters, groups, stages and what users call. The arithmetic is in kernels/, the order in stages/."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import checkpoint
+from .buckets import fingerprint, plan_layout
+from .collectives import Communicator, ProcessGroup
+from .ddp import GradientHook, install_hook
+from .hyperparameters import HyperTable
+from .kernels.backends import load_passes
+from .kernels.tables import Decision, Rate
+from .monitor import Monitor
+from .options import check_group, check_optimizer, check_parameter, check_steps
+from .stages import Compression, Replica, Uncompressed, Warmup, freeze, pending_error, thaw
+from .stages.switch import stage_two
+
+logger = logging.getLogger("onebit_triton")
+
+
+class OneBitLamb(Optimizer):
+    r"""1-bit LAMB (Li et al., arXiv 2104.06069): LAMB that, after a warmup, sends one bit per parameter and step.
+
+    Warmup, `freeze_step` steps, on gradients averaged over ranks::
+
+        m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  u = m / (sqrt(v) + eps) + wd p
+        c = clamp(|p| / |u|, min_coeff, max_coeff)      per tensor;  C is the running mean of c
+        p -= lr c u
+
+    Compression, on local gradients: v and C are frozen; m is exchanged as signs with one scale per bucket and chunk,
+    with error feedback on workers and servers; v' follows the gradient reconstructed from m, and the layer rate is
+    lr C f, f = max (sqrt(v)+eps)/(sqrt(v')+eps) between its clamps and soft thresholds.
+
+    A step in which any rank has a non-finite gradient is skipped on all ranks. A missing gradient counts as zero.
+    Elements that never saw a gradient (v = 0 at the switch) move by weight decay alone afterwards.
+
+    All arithmetic and state is fp32; parameters may be fp32, bf16 or fp16 and are rounded when written. Every call
+    that is marked collective must be made by all ranks of the process group.
+
+    Args:
+        params: tensors, param groups, or named parameters. All on one device.
+        lr: learning rate; a float or a tensor of one element.
+        freeze_step: number of warmup steps, at least 1. Skipped steps do not count.
+        betas: decay of m and of v, v'.
+        eps: added to sqrt(v), outside the root.
+        weight_decay: decoupled, inside the trust ratio.
+        bias_correction: divide m and v by 1 - beta^k in warmup; the factors stay at their last values afterwards.
+        max_coeff, min_coeff: clamps of the trust ratio.
+        coeff_beta: decay of the running trust ratio C.
+        coeff_bias_correction: use C / (1 - coeff_beta^k); False is what DeepSpeed computed.
+        factor_max, factor_min: clamps of f.
+        factor_threshold: f moves at most by this share a step.
+        max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
+        process_group: None means the default group when torch.distributed is initialised, else a single process.
+        backend: "triton", "torch", or "auto" (triton on CUDA, torch elsewhere). All give the same trajectory.
+        bucket_elements: about how many elements share a bucket, its launches and its messages.
+        block_elements: elements of a block, a power of two; tensors are padded to it. Larger wastes more on small
+            tensors. Like bucket_elements, the same on all ranks.
+
+    Raises:
+        ValueError: for bad input, naming the argument, the rule and the value.
+        RuntimeError: if ranks do not agree on the parameters or options, naming the rank.
+        ImportError: if Triton is asked for and absent.
+
+    Example:
+        >>> optimizer = OneBitLamb(model.parameters(), lr=4e-3, freeze_step=2000)
+        >>> model = optimizer.attach(DistributedDataParallel(model))
+    """
+
+    _replica: Replica | None = None
+    _stage: Warmup | Uncompressed | Compression
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        freeze_step: int = 2000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        bias_correction: bool = False,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        coeff_bias_correction: bool = True,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        max_grad_norm: float | None = None,
+        process_group: ProcessGroup | None = None,
+        backend: str = "auto",
+        bucket_elements: int = 4 * 1024 * 1024,
+        block_elements: int = 1024,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_coeff": max_coeff,
+            "min_coeff": min_coeff, "coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min,
+            "factor_threshold": factor_threshold, "exp_avg_mask": None,
+        }  # fmt: skip
+        self._communicator = Communicator(process_group)
+        self._hooks: list[GradientHook] = []
+        self._attached: set[Tensor] = set()
+        self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
+        self._flags = {"bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction}
+        self._block_elements, self._bucket_elements = block_elements, bucket_elements
+        self._calls = self._warmup_base = 0
+        self._warmup_steps = self._check_at = freeze_step
+        failure: Exception | None = None
+        try:
+            check_optimizer(freeze_step, max_grad_norm, bucket_elements, block_elements, **self._flags)
+            super().__init__(params, defaults)
+            self._passes = load_passes(backend, self._parameters()[0].device)
+        except Exception as error:
+            failure = error
+        self._communicator.raise_together(failure, "construct the optimizer")
+        self._build()
+
+    # Parameters and layout
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[str]:
+        names = []
+        for index, group in enumerate(self.param_groups):
+            given = group.get("param_names")
+            names += [
+                f"parameter {given[number]}" if given else f"parameter {number} of group {index}"
+                for number in range(len(group["params"]))
+            ]
+        return names
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; on all ranks alike, in warmup. The layout is rebuilt in the next step, which agrees on it.
+
+        Raises:
+            RuntimeError: in compression: the new parameters have no variance to freeze.
+            ValueError: for bad input; the optimizer stays as it was.
+        """
+        if self._replica is not None and self.stage == "compression":
+            raise RuntimeError(
+                "add_param_group is refused in the compression stage: new parameters need a warmup. "
+                "Call rewarm(steps) first."
+            )
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            check_group(self.param_groups[index], index)
+            device = self._parameters()[0].device
+            for parameter, name in zip(self._parameters(), self._names(), strict=True):
+                check_parameter(parameter, name, device)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._stale = True
+
+    def _build(self, fresh: bool = False) -> Replica:
+        """Plan the layout, agree on it with all ranks, and allocate the warmup state (collective).
+
+        State of parameters that were there before is kept, unless it is to be fresh.
+        """
+        parameters = self._parameters()
+        layout = plan_layout(parameters, self._block_elements, self._bucket_elements, self._communicator.ranks)
+        shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+        self._communicator.agree(
+            {
+                "the number of parameter tensors": len(parameters),
+                "the number of parameter elements": sum(p.numel() for p in parameters),
+                "the layout (block_elements, bucket_elements, tensor order)": layout.fingerprint,
+                "the parameters' shapes and dtypes": fingerprint(shapes),
+                "freeze_step": self._freeze_step,
+                "the options of the optimizer": fingerprint(self._max_grad_norm, sorted(self._flags.items())),
+            }
+        )
+        previous = None if fresh else self._replica
+        self._replica = Replica(
+            layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
+            parameters[0].device,
+        )  # fmt: skip
+        if previous is not None:
+            checkpoint.carry_over(previous, self._replica)
+        group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
+        segments = [group_of[i] for bucket in layout.buckets for i in bucket.parameters]
+        self._hyper = HyperTable(self._replica, segments, **self._flags)
+        self._monitor = Monitor(self._replica)
+        self._enter(Warmup(self._replica))
+        self._stale = False
+        return self._replica
+
+    def _ready(self) -> Replica:
+        return self._build() if self._replica is None or self._stale else self._replica
+
+    # Stages
+
+    @property
+    def stage(self) -> str:
+        """What the next step will do: "warmup" or "compression"."""
+        return self._stage.name
+
+    def _enter(self, stage: Warmup | Uncompressed | Compression) -> None:
+        self._stage = stage
+        self._communicator.traffic.stage = stage.name
+        self._communicator.traffic.start_step()
+        for hook in self._hooks:
+            hook.averaging = stage.name == "warmup"
+        self._publish_state()
+
+    def _publish_state(self) -> None:
+        """Show the dense state in `self.state`, as views: what torch's tools expect to find there."""
+        assert self._replica is not None
+        self.state = defaultdict(dict)
+        for bucket in self._replica.buckets:
+            shown = {"exp_avg_sq": bucket.exp_avg_sq}
+            if self.stage == "warmup":
+                assert bucket.exp_avg is not None
+                shown["exp_avg"] = bucket.exp_avg
+            elif bucket.exp_avg_sq_fresh is not None:
+                shown["exp_avg_sq_fresh"] = bucket.exp_avg_sq_fresh
+            for key, value in shown.items():
+                for parameter, view in zip(bucket.parameters, bucket.views(value), strict=True):
+                    self.state[parameter][key] = view
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step (collective).
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            RuntimeError: for a gradient that cannot be used, or if another layout's message arrived.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        replica = self._ready()
+        self._monitor.report()
+        self._hyper.refresh(self.param_groups)
+        replica.point_at_tensors()
+        if isinstance(self._stage, Warmup):
+            self._stage.step(self._hook_squares(), self._averaged_by_hooks())
+        else:
+            self._stage.step()
+        replica.release_gradients()
+        self._monitor.observe()
+        for hook in self._hooks:
+            hook.reset()
+        self._communicator.traffic.end_step()
+        self._calls += 1
+        if self.stage == "warmup" and self._calls >= self._check_at:
+            self._end_warmup()
+        return loss
+
+    def _averaged_by_hooks(self) -> bool:
+        """Whether DDP has averaged every gradient of this step; averaging them once more would change nothing."""
+        if not self._hooks or not all(hook.averaged for hook in self._hooks):
+            return False
+        for parameter, name in zip(self._parameters(), self._names(), strict=True):
+            if parameter.requires_grad and parameter not in self._attached:
+                raise RuntimeError(
+                    f"{name} belongs to no attached model, so nothing averages its gradient: attach every DDP model "
+                    "whose parameters this optimizer has, or none."
+                )
+        return True
+
+    def _hook_squares(self) -> Tensor | None:
+        squares = [hook.squares for hook in self._hooks if hook.squares is not None]
+        return torch.stack(squares).sum() if squares else None
+
+    def _end_warmup(self) -> None:
+        """Switch to compression if enough steps counted; skipped ones are made up for. Reads the device once."""
+        replica = self._ready()
+        missing = self._warmup_base + self._warmup_steps - int(replica.decision[Decision.COUNTED])
+        if missing > 0:
+            self._check_at = self._calls + missing
+            return
+        masks = {
+            parameter: group["exp_avg_mask"].to(parameter.device)
+            for group in self.param_groups
+            if group["exp_avg_mask"] is not None
+            for parameter in group["params"]
+        }
+        before = self._communicator.traffic.last_step
+        self._enter(freeze(replica, masks))
+        if self._communicator.rank == 0:
+            after = self._stage.exchange.step_bytes if isinstance(self._stage, Compression) else 0
+            logger.info(
+                "step %d: warmup ends, compression begins; bytes sent per step and rank: %s before, %s after%s",
+                self._calls, f"{before:,}", f"{after:,}", f" ({before / after:.1f}x less)" if before and after else "",
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def rewarm(self, steps: int) -> None:
+        """Go back to warmup for some steps, as the paper does when the sequence length changes (collective).
+
+        The momentum becomes dense, pending errors are folded into it, v, C and counts go on; then the switch happens
+        again. Call it between a step and the next backward pass.
+
+        Args:
+            steps: number of warmup steps, at least 1.
+
+        Raises:
+            ValueError: for a bad number of steps.
+            RuntimeError: if the optimizer is in warmup already.
+        """
+        check_steps("steps", steps)
+        replica = self._ready()
+        if isinstance(self._stage, Warmup):
+            raise RuntimeError("rewarm is for the compression stage; the optimizer is still warming up.")
+        self._hyper.refresh(self.param_groups)
+        self._enter(thaw(replica, self._stage))
+        self._warmup_base, self._warmup_steps = int(replica.decision[Decision.COUNTED]), steps
+        self._check_at = self._calls + steps
+        if self._communicator.rank == 0:
+            logger.info("step %d: compression ends, warming up again for %d steps", self._calls, steps)
+
+    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Let a DistributedDataParallel model average gradients in warmup and leave them local afterwards.
+
+        Args:
+            model: the DDP model; its process group must have the optimizer's ranks. Call once for every DDP model.
+
+        Returns:
+            The model.
+
+        Raises:
+            TypeError: if it is not a DDP model.
+            ValueError: if its process group is another one.
+        """
+        hook = install_hook(model, self._communicator, measuring=self._max_grad_norm is not None)
+        hook.averaging = self.stage == "warmup"
+        self._hooks.append(hook)
+        self._attached.update(model.parameters())
+        return model
+
+    # Checkpoints
+
+    def _progress(self) -> checkpoint.Progress:
+        replica = self._ready()
+        progress = checkpoint.Progress(
+            version=checkpoint.VERSION, stage=self.stage, calls=self._calls, warmup_base=self._warmup_base,
+            warmup_steps=self._warmup_steps, check_at=self._check_at, ranks=self._communicator.ranks,
+            rank=self._communicator.rank, layout=replica.layout.fingerprint,
+        )  # fmt: skip
+        progress.read_device(replica)
+        return progress
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """State as torch's standard form: per parameter step, exp_avg, exp_avg_sq and so on, dense and fp32.
+
+        In compression on several ranks it contains this rank's pending errors: save one file per rank.
+        """
+        replica, shown = self._ready(), self.state
+        self.state = defaultdict(dict, checkpoint.export_state(replica, self._stage))
+        try:
+            packed = super().state_dict()
+        finally:
+            self.state = shown
+        progress = self._progress().to_dict()
+        for group in packed["param_groups"]:
+            group[checkpoint.KEY] = dict(progress)
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a saved state was, in either stage (collective; nothing changes if any rank refuses).
+
+        A state saved in warmup, or by one process for one process, loads anywhere; one saved in compression by
+        several ranks loads on the same rank of as many ranks with the same layout.
+
+        Raises:
+            ValueError: saying why the state does not fit.
+            RuntimeError: if another rank refused its state, or ranks load states of different moments.
+        """
+        replica = self._ready()
+        failure: Exception | None = None
+        try:
+            groups = state_dict["param_groups"]
+            saved_ids = [number for group in groups for number in group["params"]]
+            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+                raise ValueError("Invalid state_dict: must have as many groups and parameters as the optimizer.")
+            progress = checkpoint.read_progress(groups)
+            parameters = self._parameters()
+            saved = state_dict["state"]
+            entries = {p: saved[number] for p, number in zip(parameters, saved_ids, strict=True) if number in saved}
+            checkpoint.check_state(progress, entries, dict(zip(parameters, self._names(), strict=True)), replica)
+            for index, group in enumerate(groups):
+                check_group({**group, "params": self.param_groups[index]["params"]}, index)
+        except (KeyError, TypeError, ValueError) as error:
+            failure = error
+            if not isinstance(error, ValueError):
+                failure = ValueError(f"Invalid state_dict: must have torch's form, but reading it raised {error!r}.")
+        self._communicator.raise_together(failure, "load its state_dict")
+        self._communicator.agree({"the saved stage": int(progress.stage == "warmup"), "the saved step": progress.calls})
+
+        hyper = [{key: v for key, v in group.items() if key != checkpoint.KEY} for group in groups]
+        super().load_state_dict({"state": {}, "param_groups": hyper})
+        replica = self._build(fresh=True)
+        checkpoint.import_dense(replica, entries, progress.stage == "compression")
+        progress.write_device(replica)
+        self._monitor = Monitor(replica)
+        self._calls, self._check_at = progress.calls, progress.check_at
+        self._warmup_base, self._warmup_steps = progress.warmup_base, progress.warmup_steps
+        if progress.stage == "compression":
+            self._enter(stage_two(replica))
+            checkpoint.import_errors(replica, entries)
+        else:
+            self._publish_state()
+
+    # Seeing it work
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes this rank has sent in each stage, as counted at the collectives. Costs nothing."""
+        return dict(self._communicator.traffic.sent)
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, Any]:
+        """What there is to see, as plain numbers and per-tensor lists; the one call that may synchronise.
+
+        Keys: stage; step (applied) and skipped_steps; steps_to_switch; bytes_sent by stage and bytes_sent_last_step;
+        elements, padded_elements, masked_elements; state_bytes (all tensors held whose size grows with the
+        parameters, wire buffers included); error_ratio (norm of this rank's pending error over that of the sent
+        momentum, 0 in warmup); grad_scale (clipping); and per tensor, in the order of `layers`: trust_ratio (c, or
+        C f), factor (f), scaling (s_j).
+        """
+        replica = self._ready()
+        decision, rates = replica.decision.tolist(), replica.rates.cpu()
+        compressing = self.stage == "compression"
+        counted = decision[Decision.COUNTED]
+        taking_part = int(rates[:, Rate.COUNT].double().sum())
+        error = sent = 0.0
+        for bucket in replica.buckets:
+            if bucket.x is not None:
+                error += float(pending_error(bucket.x, bucket.x_scale).square().sum())
+                sent += float(bucket.x_scale.square() * bucket.count)
+        return {
+            "stage": self.stage,
+            "step": counted,
+            "skipped_steps": decision[Decision.SKIPPED],
+            "steps_to_switch": 0 if compressing else self._warmup_base + self._warmup_steps - counted,
+            "bytes_sent": self.bytes_sent,
+            "bytes_sent_last_step": self._communicator.traffic.last_step,
+            "elements": replica.layout.elements,
+            "padded_elements": replica.layout.padded_elements,
+            "masked_elements": replica.layout.elements - taking_part if compressing else 0,
+            "state_bytes": sum(tensor.nbytes for tensor in replica.held() + self._stage.held()),
+            "error_ratio": (error / sent) ** 0.5 if sent > 0 else 0.0,
+            "grad_scale": float(replica.clip[0]),
+            "layers": [name for names in replica.names for name in names],
+            "trust_ratio": rates[:, Rate.COEFF_USED].tolist(),
+            "factor": rates[:, Rate.FACTOR].tolist(),
+            "scaling": rates[:, Rate.SCALING].tolist(),
+        }

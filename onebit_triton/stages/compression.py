@@ -1,0 +1,92 @@
+"""Stage 2 on several ranks: the 1-bit momentum exchange."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..buckets import message_bytes
+from ..collectives import CompressedAllReduce
+from ..kernels.tables import Decision
+from .replica import Replica
+
+
+class Compression:
+    """One compressed step: pack and send every bucket, decide, then server, variance, rate and update per bucket.
+
+    Before the decision only x has changed, which belongs to this rank alone; if the step is skipped, the passes that
+    follow do nothing and x is taken back.
+    """
+
+    name = "compression"
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        layout = replica.layout
+        self.exchange = CompressedAllReduce(
+            replica.communicator,
+            [message_bytes(b.layout, layout.block_elements, layout.ranks) for b in replica.buckets],
+            layout.fingerprint & 0x7FFFFFFF,
+            replica.device,
+        )
+
+    def step(self) -> None:
+        """Take one step with this rank's own gradients."""
+        replica, exchange, passes = self._replica, self.exchange, self._replica.passes
+        decision, clip = replica.decision, replica.clip
+        if replica.clipping:
+            replica.share_local_squares(replica.sum_local_squares())
+            passes.clip_local(replica.local_squares, clip)
+        sent = []
+        for i, bucket in enumerate(replica.buckets):
+            partials = bucket.partials[:2]
+            passes.compress_momentum(
+                bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.old[i], bucket.exp_avg, bucket.hyper,
+                bucket.rates, clip, exchange.new[i], partials,
+            )  # fmt: skip
+            passes.seal_worker(partials, bucket.count, exchange.tags[i : i + 1], exchange.new[i], bucket.x_scale)
+            sent.append(exchange.send_to_servers(i))
+        for work in sent:
+            work.wait()
+        passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.tags, decision)
+        returned = []
+        for i, bucket in enumerate(replica.buckets):
+            partials = bucket.partials[0, : bucket.map.blocks // replica.layout.ranks]
+            passes.reduce_chunk(
+                exchange.received[i], bucket.y, bucket.y_scale, decision, exchange.server[i], partials,
+                replica.layout.block_elements,
+            )  # fmt: skip
+            passes.seal_server(
+                partials, bucket.chunk_count, exchange.tags[i : i + 1], decision, exchange.server[i], bucket.y_scale
+            )
+            returned.append(exchange.send_to_workers(i))
+        for i, (bucket, work) in enumerate(zip(replica.buckets, returned, strict=True)):
+            work.wait()
+            passes.fresh_variance(
+                bucket.params, None, bucket.map, exchange.old[i], exchange.new[i], bucket.exp_avg, bucket.exp_avg_sq,
+                bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision, bucket.partials,
+            )  # fmt: skip
+            passes.soft_threshold_rate(bucket.map, bucket.partials, bucket.hyper, bucket.rates, decision)
+            passes.compressed_apply(
+                bucket.params, bucket.map, exchange.new[i], None, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
+                decision,
+            )  # fmt: skip
+            passes.undo_momentum(
+                bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.old[i], bucket.exp_avg, bucket.hyper,
+                bucket.rates, clip, exchange.new[i], decision,
+            )  # fmt: skip
+        exchange.flip()
+        self._drop_dense_momentum()
+
+    def _drop_dense_momentum(self) -> None:
+        """Free the dense momentum once a compressed step has been taken: from then on it is bits.
+
+        Reads the decision on the host, so only in the first compressed step (again if that one was skipped).
+        """
+        dense = [bucket for bucket in self._replica.buckets if bucket.exp_avg is not None]
+        if dense and not int(self._replica.decision[Decision.SKIP]):
+            for bucket in dense:
+                bucket.exp_avg = None
+
+    def held(self) -> list[Tensor]:
+        """Buffers that only this stage has."""
+        return self.exchange.held()

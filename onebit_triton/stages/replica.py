@@ -1,0 +1,98 @@
+"""What both stages work on: this process's buckets, tables and decisions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket, Layout, gradient_like
+from ..collectives import Communicator
+from ..kernels.backends import Passes
+from ..kernels.tables import Clip, Decision, Hyper, Rate
+
+
+class Replica:
+    """Buckets and tables of one process.
+
+    Args:
+        layout: where the parameters lie.
+        parameters: all parameters, in the layout's order.
+        names: what errors call them.
+        passes: the backend's kernels or twins.
+        communicator: the process group.
+        max_grad_norm: global clipping norm, or None.
+
+    Attributes:
+        hyper: fp32 [segments, len(Hyper)]; rates: fp32 [segments, len(Rate)]; segments in bucket order.
+        norms: fp32 [blocks of all buckets], sums of squares of gradients.
+        decision: int32 [len(Decision)]; clip: fp32 [len(Clip)]; local_squares: fp32 [ranks].
+        clipping: whether gradients are clipped.
+        buckets: the buckets.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: list[Tensor],
+        names: list[str],
+        passes: Passes,
+        communicator: Communicator,
+        max_grad_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.passes, self.communicator, self.device = layout, passes, communicator, device
+        self.clipping = max_grad_norm is not None
+        segments = sum(len(bucket.parameters) for bucket in layout.buckets)
+        self.hyper = torch.zeros(segments, len(Hyper), dtype=torch.float32, device=device)
+        self.rates = torch.zeros(segments, len(Rate), dtype=torch.float32, device=device)
+        self.rates[:, Rate.SCALING] = 1.0
+        self.rates[:, Rate.FACTOR] = 1.0
+        self.norms = torch.zeros(sum(b.blocks for b in layout.buckets), dtype=torch.float32, device=device)
+        self.decision = torch.zeros(len(Decision), dtype=torch.int32, device=device)
+        self.decision[Decision.BAD_RANK] = -1
+        self.clip = torch.zeros(len(Clip), dtype=torch.float32, device=device)
+        self.clip[Clip.GRAD_SCALE] = 1.0
+        self.clip[Clip.MAX_NORM] = float("inf") if max_grad_norm is None else max_grad_norm
+        self.local_squares = torch.zeros(communicator.ranks, dtype=torch.float32, device=device)
+        self.names: list[list[str]] = []
+        self.buckets: list[Bucket] = []
+        segment = block = 0
+        for planned in layout.buckets:
+            rows = slice(segment, segment + len(planned.parameters))
+            self.buckets.append(
+                Bucket(
+                    planned,
+                    [parameters[i] for i in planned.parameters],
+                    layout.block_elements,
+                    self.hyper[rows],
+                    self.rates[rows],
+                    self.norms[block : block + planned.blocks],
+                )
+            )
+            self.names.append([names[i] for i in planned.parameters])
+            segment, block = rows.stop, block + planned.blocks
+
+    def point_at_tensors(self) -> None:
+        """Point the address tables at today's parameters and gradients."""
+        for bucket, names in zip(self.buckets, self.names, strict=True):
+            bucket.params.set(bucket.parameters)
+            bucket.grads.set([gradient_like(p, name) for p, name in zip(bucket.parameters, names, strict=True)])
+
+    def release_gradients(self) -> None:
+        """Let go of the gradients, so that zero_grad frees them."""
+        for bucket in self.buckets:
+            bucket.grads.release()
+
+    def sum_local_squares(self) -> Tensor:
+        """Sum of squares of this rank's gradients, fp32 [1]."""
+        for bucket in self.buckets:
+            self.passes.gradient_norms(bucket.grads, bucket.map, bucket.norms)
+        return self.norms.sum().view(1)
+
+    def share_local_squares(self, squares: Tensor) -> None:
+        """Give every rank every rank's sum of squares."""
+        self.communicator.all_gather(self.local_squares, squares).wait()
+
+    def held(self) -> list[Tensor]:
+        """Every tensor whose size grows with the parameters."""
+        return [tensor for bucket in self.buckets for tensor in bucket.held()]

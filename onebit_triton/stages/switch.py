@@ -1,0 +1,117 @@
+"""From warmup to compression and back. Rare, so plain torch, and allowed to synchronise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..kernels.momentum_reference import momentum_of_messages
+from ..kernels.planes_reference import lazy_error, masked_zero
+from ..kernels.tables import Hyper, Rate
+from .compression import Compression
+from .replica import Replica
+from .uncompressed import Uncompressed
+from .warmup import Warmup
+
+
+def freeze(replica: Replica, masks: dict[Tensor, Tensor]) -> Compression | Uncompressed:
+    """End the warmup: freeze v and C, give every tensor its s_j, mask what never saw a gradient, allocate the errors.
+
+    Args:
+        replica: state of a finished warmup; changed in place.
+        masks: parameter -> mask (broadcastable, nonzero where the element takes part) given by the user.
+
+    Returns:
+        The stage that follows.
+    """
+    for bucket in replica.buckets:
+        bucket.averaged = None
+        for view, parameter in zip(bucket.views(bucket.exp_avg_sq), bucket.parameters, strict=True):
+            if parameter in masks:
+                view.copy_(torch.where(masks[parameter] != 0, view, -view))
+        assert bucket.exp_avg is not None
+        bucket.exp_avg.copy_(torch.where(bucket.exp_avg_sq > 0, bucket.exp_avg, torch.zeros_like(bucket.exp_avg)))
+        bucket.exp_avg_sq_fresh = bucket.exp_avg_sq.clone()
+    _count_elements(replica)
+    _scale_momenta(replica)
+    return stage_two(replica)
+
+
+def stage_two(replica: Replica) -> Compression | Uncompressed:
+    """The second stage over buckets whose dense state is in place; allocates what only it needs."""
+    _count_elements(replica)
+    ranks, rank = replica.communicator.ranks, replica.communicator.rank
+    if ranks == 1:
+        return Uncompressed(replica)
+    for bucket in replica.buckets:
+        zero = torch.zeros_like(bucket.exp_avg_sq)
+        bucket.x = torch.where(bucket.exp_avg_sq > 0, zero, -zero)
+        bucket.y = bucket.x.view(ranks, -1)[rank].clone()
+        bucket.x_scale.zero_()
+        bucket.y_scale.zero_()
+    return Compression(replica)
+
+
+def _count_elements(replica: Replica) -> None:
+    """Count the elements that take part: per tensor, per bucket, and in this rank's chunk."""
+    for bucket in replica.buckets:
+        part = bucket.exp_avg_sq > 0
+        per_block = part.view(bucket.map.blocks, -1).sum(1).double()
+        bucket.columns(Rate.COUNT).copy_(bucket.map.sum(per_block))
+        bucket.count.fill_(per_block.sum())
+        chunks = per_block.view(replica.communicator.ranks, -1)
+        bucket.chunk_count.fill_(chunks[replica.communicator.rank].sum())
+
+
+def _scale_momenta(replica: Replica) -> None:
+    """s_j = mean_j(rms) / rms_j; 1 for tensors without momentum, which stay out of the mean."""
+    if not replica.buckets:
+        return
+    squares = [
+        bucket.map.sum(bucket.exp_avg.double().square().view(bucket.map.blocks, -1).sum(1))  # type: ignore[union-attr]
+        for bucket in replica.buckets
+    ]
+    rms = (torch.cat(squares) / replica.rates[:, Rate.COUNT].double().clamp(min=1)).sqrt()
+    moving = rms > 0
+    scaling = torch.where(moving, (rms.sum() / moving.sum()) / rms, torch.ones_like(rms)).float()
+    scaling = torch.where(scaling.isfinite(), scaling, torch.ones_like(scaling))
+    # The ranks computed the same from the same state; on unlike machines the last bit may differ, and must not.
+    replica.communicator.broadcast(scaling)
+    replica.rates[:, Rate.SCALING] = scaling
+    replica.rates[:, Rate.FACTOR] = 1.0
+
+
+def dense_momentum(bucket: Bucket, stage: Compression | Uncompressed | Warmup, number: int) -> Tensor:
+    """Momentum of a bucket, fp32 [elements]: the dense tensor, or decoded from the last exchange (a new tensor)."""
+    if bucket.exp_avg is not None:
+        return bucket.exp_avg
+    assert isinstance(stage, Compression)
+    momentum = momentum_of_messages(bucket.map, stage.exchange.old[number], bucket.rates).view(-1)
+    return torch.where(bucket.exp_avg_sq > 0, momentum, torch.zeros_like(momentum))
+
+
+def pending_error(state: Tensor, scale: Tensor) -> Tensor:
+    """Error that x (or y) carries, zero where masked; a new tensor of the same shape."""
+    return torch.where(masked_zero(state), torch.zeros_like(state), lazy_error(state, scale))
+
+
+def thaw(replica: Replica, stage: Compression | Uncompressed) -> Warmup:
+    """Return to warmup. The momentum becomes dense; the pending errors of all ranks are folded into it.
+
+    An error e would be added to s_j b1 m in the next compressed step, so m moves by mean(e) / (s_j b1).
+    """
+    ranks, rank = replica.communicator.ranks, replica.communicator.rank
+    for number, bucket in enumerate(replica.buckets):
+        bucket.exp_avg = dense_momentum(bucket, stage, number)
+        if bucket.x is not None and bucket.y is not None:
+            error = pending_error(bucket.x, bucket.x_scale) / ranks
+            error.view(ranks, -1)[rank] += pending_error(bucket.y, bucket.y_scale)
+            replica.communicator.all_reduce(error).wait()
+            scale = bucket.map.rows(bucket.rates, Rate.SCALING) * bucket.map.rows(bucket.hyper, Hyper.BETA1)
+            folded = torch.where(scale > 0, error.view(bucket.map.blocks, -1) / scale, 0.0)
+            bucket.exp_avg += folded.view(-1)
+        bucket.exp_avg_sq.abs_()
+        bucket.exp_avg_sq_fresh = bucket.x = bucket.y = None
+    replica.rates[:, Rate.SCALING] = 1.0
+    return Warmup(replica)

@@ -1,0 +1,27 @@
+"""Kernels run in Triton's interpreter on a CPU; the choice is made when they are imported, so it comes first."""
+
+from . import interpreter  # noqa: F401  isort: skip
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .ranks import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Runs a function on n real processes that share a gloo process group."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group() -> Iterator[None]:
+    """A test that starts a process group must end it."""
+    yield
+    assert not torch.distributed.is_initialized()
