@@ -13,7 +13,7 @@ from onebit_triton.kernels.backends import PASSES
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [90])
 def test_kernels_compile(arch: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -30,4 +30,4 @@ def test_kernels_compile(arch: int) -> None:
         assert kernel["fused_multiply_adds"] == 0, kernel
         if kernel["per_block"]:
             assert kernel["barriers"] == 0, kernel
-            assert kernel["wide_loads"] >= 8, kernel
+            assert kernel["wide_loads"] >= 8 or kernel["dtype"] != "fp32", kernel

@@ -39,7 +39,9 @@ def test_replicas_are_bit_identical(ranks: RankPool, n: int, backend: str, steps
     assert not (results[0][-1] == results[0][-2]).all()
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"bias_correction": True}, {"coeff_bias_correction": False}])
+@pytest.mark.parametrize(
+    "options", [{"max_grad_norm": 0.1}, {"bias_correction": True}, {"coeff_bias_correction": False}]
+)
 def test_options_keep_replicas_identical_and_have_an_effect(ranks: RankPool, options: dict[str, Any]) -> None:
     results = ranks(2, train, "torch", 20, torch.float32, options)
     np.testing.assert_array_equal(results[0], results[1])
@@ -48,9 +50,7 @@ def test_options_keep_replicas_identical_and_have_an_effect(ranks: RankPool, opt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("backend", "steps"), [("torch", 20), ("triton", 7)])
-def test_half_precision_replicas_are_identical(
-    ranks: RankPool, dtype: torch.dtype, backend: str, steps: int
-) -> None:
+def test_half_precision_replicas_are_identical(ranks: RankPool, dtype: torch.dtype, backend: str, steps: int) -> None:
     results = ranks(2, train, backend, steps, dtype, {})
     np.testing.assert_array_equal(results[0], results[1])
     assert np.isfinite(results[0]).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onebit_triton import OneBitLamb
-from onebit_triton.collectives import CompressedAllReduce, Communicator
+from onebit_triton.collectives import Communicator, CompressedAllReduce
 
 from ..ranks import RankPool
 from ..training import gradients, parameters, set_gradients
