@@ -149,6 +149,7 @@ class Bucket:
         device = hyper.device
         self.layout = layout
         self.parameters = list(parameters)
+        self._planned = [_form(p) for p in parameters]
         self.map = block_map(layout, block_elements, device)
         self.params = TensorTable(len(parameters), layout.dtype, device)
         self.grads = TensorTable(len(parameters), layout.dtype, device)
@@ -180,6 +181,19 @@ class Bucket:
             for p, start, size in zip(self.parameters, self.map.starts, self.map.sizes, strict=True)
         ]
 
+    def check_parameters(self, names: Sequence[str]) -> None:
+        """Check that the parameters, whose data may have been replaced, still have the form they had.
+
+        Raises:
+            RuntimeError: naming the parameter: addresses alone would not show the change.
+        """
+        for parameter, planned, name in zip(self.parameters, self._planned, names, strict=True):
+            if _form(parameter) != planned:
+                raise RuntimeError(
+                    f"Invalid {name}: shape, strides, dtype and device must stay as they were when the optimizer was "
+                    f"built, {planned}, got {_form(parameter)}. Build a new optimizer."
+                )
+
     def columns(self, column: Rate) -> Tensor:
         """One column of the layer table, fp32 [segments]."""
         return self.rates[:, column]
@@ -198,6 +212,11 @@ class Bucket:
             self.y,
         )
         return [tensor for tensor in state if tensor is not None]
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """What a launch takes for granted about a parameter."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def message_bytes(layout: BucketLayout, block_elements: int, ranks: int) -> int:

@@ -29,7 +29,7 @@ class HyperTable:
             group: torch.tensor([row for row, g in enumerate(groups) if g == group], device=replica.device)
             for group in set(groups)
         }
-        self._written: list[list[float]] | None = None
+        self._written: object = None
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
         """Bring the table up to date, without synchronising.
@@ -37,13 +37,14 @@ class HyperTable:
         A frozen parameter (requires_grad False) gets rate 0. An lr that is a tensor on the device is copied there.
         """
         group_rows = [_row(group) + self._flags for group in param_groups]
-        rows = [
-            group_rows[group] if parameter.requires_grad else [0.0, *group_rows[group][1:]]
-            for group, parameter in zip(self._groups, self._parameters, strict=True)
-        ]
+        moving = [parameter.requires_grad for parameter in self._parameters]
         device_lr = any(_on_device(group["lr"]) for group in param_groups)
-        if rows and (rows != self._written or device_lr):
-            self._written = rows
+        if moving and (self._written != (group_rows, moving) or device_lr):
+            self._written = (group_rows, moving)
+            rows = [
+                group_rows[group] if moves else [0.0, *group_rows[group][1:]]
+                for group, moves in zip(self._groups, moving, strict=True)
+            ]
             staged = torch.tensor(rows, dtype=torch.float64).float()
             if self._replica.device.type == "cuda":
                 staged = staged.pin_memory()

@@ -21,7 +21,7 @@ from .kernels.tables import Decision, Rate
 from .monitor import Monitor
 from .options import check_group, check_optimizer, check_parameter, check_steps
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, pending_error, thaw
-from .stages.switch import stage_two
+from .stages.switch import mask_variance, stage_two
 
 logger = logging.getLogger("onebit_triton")
 
@@ -108,6 +108,7 @@ class OneBitLamb(Optimizer):
         self._communicator = Communicator(process_group)
         self._hooks: list[GradientHook] = []
         self._attached: set[Tensor] = set()
+        self._attached_all = False
         self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
         self._flags = {"bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction}
         self._block_elements, self._bucket_elements = block_elements, bucket_elements
@@ -192,7 +193,7 @@ class OneBitLamb(Optimizer):
         self._hyper = HyperTable(self._replica, segments, **self._flags)
         self._monitor = Monitor(self._replica)
         self._enter(Warmup(self._replica))
-        self._stale = False
+        self._stale = self._attached_all = False
         return self._replica
 
     def _ready(self) -> Replica:
@@ -255,10 +256,11 @@ class OneBitLamb(Optimizer):
         self._monitor.report()
         self._hyper.refresh(self.param_groups)
         replica.point_at_tensors()
-        if isinstance(self._stage, Warmup):
-            self._stage.step(self._hook_squares(), self._averaged_by_hooks())
-        else:
-            self._stage.step()
+        with replica.current_device():
+            if isinstance(self._stage, Warmup):
+                self._stage.step(self._hook_squares(), self._averaged_by_hooks())
+            else:
+                self._stage.step()
         replica.release_gradients()
         self._monitor.observe()
         for hook in self._hooks:
@@ -273,17 +275,29 @@ class OneBitLamb(Optimizer):
         """Whether DDP has averaged every gradient of this step; averaging them once more would change nothing."""
         if not self._hooks or not all(hook.averaged for hook in self._hooks):
             return False
+        if self._attached_all:
+            return True
         for parameter, name in zip(self._parameters(), self._names(), strict=True):
             if parameter.requires_grad and parameter not in self._attached:
                 raise RuntimeError(
                     f"{name} belongs to no attached model, so nothing averages its gradient: attach every DDP model "
                     "whose parameters this optimizer has, or none."
                 )
+        self._attached_all = True
         return True
 
     def _hook_squares(self) -> Tensor | None:
         squares = [hook.squares for hook in self._hooks if hook.squares is not None]
         return torch.stack(squares).sum() if squares else None
+
+    def _masks(self) -> dict[Tensor, Tensor]:
+        """Parameter -> the user's mask, where there is one."""
+        return {
+            parameter: group["exp_avg_mask"].to(parameter.device)
+            for group in self.param_groups
+            if group["exp_avg_mask"] is not None
+            for parameter in group["params"]
+        }
 
     def _end_warmup(self) -> None:
         """Switch to compression if enough steps counted; skipped ones are made up for. Reads the device once."""
@@ -292,14 +306,8 @@ class OneBitLamb(Optimizer):
         if missing > 0:
             self._check_at = self._calls + missing
             return
-        masks = {
-            parameter: group["exp_avg_mask"].to(parameter.device)
-            for group in self.param_groups
-            if group["exp_avg_mask"] is not None
-            for parameter in group["params"]
-        }
         before = self._communicator.traffic.last_step
-        self._enter(freeze(replica, masks))
+        self._enter(freeze(replica, self._masks()))
         if self._communicator.rank == 0:
             after = self._stage.exchange.step_bytes if isinstance(self._stage, Compression) else 0
             logger.info(
@@ -421,6 +429,7 @@ class OneBitLamb(Optimizer):
         self._calls, self._check_at = progress.calls, progress.check_at
         self._warmup_base, self._warmup_steps = progress.warmup_base, progress.warmup_steps
         if progress.stage == "compression":
+            mask_variance(replica, self._masks())
             self._enter(stage_two(replica))
             checkpoint.import_errors(replica, entries)
         else:

@@ -25,9 +25,9 @@ OPTIMIZER_OPTIONS = (
 
 
 def _number(value: Any) -> float:
-    """Value as a float, NaN if it is none; tensors on an accelerator count as 0 to spare a synchronisation."""
+    """Value as a float, NaN if it is none; a tensor on an accelerator counts as 0, to spare a synchronisation."""
     if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else 0.0 * (value.numel() == 1)
+        return float(value) if value.device.type == "cpu" else 0.0
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 

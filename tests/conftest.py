@@ -4,12 +4,16 @@ from . import interpreter  # noqa: F401  isort: skip
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from .ranks import RankPool
 
 torch.set_num_threads(1)
+# A deadline would be an assertion on wall time.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,15 @@ def test_import_is_light() -> None:
         """
 import sys, torch
 from onebit_triton import OneBitLamb
+assert "triton" not in sys.modules, "importing onebit_triton imported Triton"
 parameter = torch.nn.Parameter(torch.ones(3))
 optimizer = OneBitLamb([parameter], freeze_step=1)
 parameter.grad = torch.ones(3)
 optimizer.step()
 optimizer.step()
 assert optimizer.stage == "compression"
-assert "triton" not in sys.modules, "Triton was imported"
+# torch's optimizers import Triton themselves at the first step, but the kernels are not.
+assert "onebit_triton.kernels.common" not in sys.modules
 assert not torch.cuda.is_initialized()
 """
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -73,10 +75,19 @@ class Replica:
             segment, block = rows.stop, block + planned.blocks
 
     def point_at_tensors(self) -> None:
-        """Point the address tables at today's parameters and gradients."""
+        """Point the address tables at today's parameters and gradients.
+
+        Raises:
+            RuntimeError: if a parameter or gradient is not what the layout was planned for.
+        """
         for bucket, names in zip(self.buckets, self.names, strict=True):
+            bucket.check_parameters(names)
             bucket.params.set(bucket.parameters)
             bucket.grads.set([gradient_like(p, name) for p, name in zip(bucket.parameters, names, strict=True)])
+
+    def current_device(self) -> AbstractContextManager[object]:
+        """Make the parameters' device the current one: that is where Triton launches, and on whose stream."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def release_gradients(self) -> None:
         """Let go of the gradients, so that zero_grad frees them."""

@@ -25,17 +25,23 @@ def freeze(replica: Replica, masks: dict[Tensor, Tensor]) -> Compression | Uncom
     Returns:
         The stage that follows.
     """
+    mask_variance(replica, masks)
     for bucket in replica.buckets:
         bucket.averaged = None
-        for view, parameter in zip(bucket.views(bucket.exp_avg_sq), bucket.parameters, strict=True):
-            if parameter in masks:
-                view.copy_(torch.where(masks[parameter] != 0, view, -view))
         assert bucket.exp_avg is not None
         bucket.exp_avg.copy_(torch.where(bucket.exp_avg_sq > 0, bucket.exp_avg, torch.zeros_like(bucket.exp_avg)))
         bucket.exp_avg_sq_fresh = bucket.exp_avg_sq.clone()
     _count_elements(replica)
     _scale_momenta(replica)
     return stage_two(replica)
+
+
+def mask_variance(replica: Replica, masks: dict[Tensor, Tensor]) -> None:
+    """Negate v where the user's mask is zero: such elements take no part, and their v is not lost."""
+    for bucket in replica.buckets:
+        for view, parameter in zip(bucket.views(bucket.exp_avg_sq), bucket.parameters, strict=True):
+            if parameter in masks:
+                view.copy_(torch.where(masks[parameter] != 0, view, -view))
 
 
 def stage_two(replica: Replica) -> Compression | Uncompressed:

@@ -12,7 +12,7 @@ import torch
 from onebit_triton import OneBitLamb
 
 from ..ranks import RankPool
-from ..training import gradients, parameters, set_gradients, two_groups, vector
+from ..training import SHAPES, gradients, parameters, set_gradients, two_groups, vector
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -29,15 +29,18 @@ def run(params: list[Any], optimizer: OneBitLamb, rank: int, steps: range) -> No
 
 
 def resume(rank: int, ranks: int, backend: str, at: int, steps: int, options: dict[str, Any]) -> None:
-    params = parameters()
-    optimizer = two_groups(params, backend=backend, **options)
+    params = parameters(shapes=[*SHAPES, (6, 5)])
+    optimizer = two_groups(params[:-1], backend=backend, **options)
+    mask = torch.tensor([0, 1, 1, 0, 1])
+    optimizer.add_param_group({"params": params[-1:], "exp_avg_mask": mask})
     run(params, optimizer, rank, range(at))
     state = through_a_file(optimizer.state_dict())
     values = [p.detach().clone() for p in params]
     run(params, optimizer, rank, range(at, at + steps))
 
     again = [torch.nn.Parameter(value) for value in values]
-    resumed = two_groups(again, backend=backend, **(options | {"lr": 0.5}))
+    resumed = two_groups(again[:-1], backend=backend, **(options | {"lr": 0.5}))
+    resumed.add_param_group({"params": again[-1:]})
     resumed.load_state_dict(state)
     assert resumed.stage == ("compression" if at >= 5 else "warmup")
     assert resumed.param_groups[0]["lr"] == state["param_groups"][0]["lr"]
@@ -46,6 +49,7 @@ def resume(rank: int, ranks: int, backend: str, at: int, steps: int, options: di
     mine, theirs = resumed.metrics(), optimizer.metrics()
     for key in ("step", "stage", "skipped_steps", "trust_ratio", "factor", "scaling", "masked_elements"):
         assert mine[key] == theirs[key], key
+    assert mine["masked_elements"] == 12
 
 
 @pytest.mark.parametrize("n", [1, 3])

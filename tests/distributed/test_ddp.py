@@ -134,7 +134,7 @@ def test_clipping_uses_what_the_hook_measured(ranks: RankPool) -> None:
 def misuse(rank: int, ranks: int) -> None:
     net = model()
     optimizer = OneBitLamb(net.parameters(), backend="torch")
-    with pytest.raises(TypeError, match="Must be a torch.nn.parallel.DistributedDataParallel"):
+    with pytest.raises(TypeError, match=r"Must be a torch\.nn\.parallel\.DistributedDataParallel"):
         optimizer.attach(net)
     alone = [torch.distributed.new_group([r]) for r in range(ranks)][rank]
     with pytest.raises(ValueError, match=rf"its process group has ranks \[{rank}\]"):
