@@ -76,6 +76,11 @@ def tile_elements(block_elements: int) -> int:
     return block_elements if interpreted() else max(64, block_elements // 8)
 
 
+def planes_at_once() -> int:
+    """Sign planes that a pass handles at a time: one keeps registers few; the interpreter pays per operation."""
+    return 8 if interpreted() else 1
+
+
 def require(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
     """Raise ValueError unless a tensor has this dtype and element count, is contiguous and on this device."""
     if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():

@@ -32,6 +32,7 @@ from .common import (
     lazy_error,
     load_scale,
     load_segment,
+    planes_at_once,
     require,
     segment_of_block,
     signed,
@@ -46,7 +47,7 @@ _FLAG_NONFINITE = tl.constexpr(FLAG_NONFINITE)
 def _compress_momentum_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, x_ptr, x_scale_ptr, old_messages_ptr, exp_avg_ptr, hyper_ptr,
     rates_ptr, clip_ptr, new_messages_ptr, partials_ptr, blocks, blocks_per_chunk, message_bytes,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
@@ -58,20 +59,21 @@ def _compress_momentum_kernel(
     grad = tl.load(grad_ptr + segment)
     x_block = x_ptr + block * BLOCK
     PLANE: tl.constexpr = BLOCK // 8
-    j = tl.arange(0, PLANE)
+    j = tl.arange(0, PLANE)[None, :]
     new_planes, _ = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
     old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
     if not DENSE:
         old = tl.load(old_planes + j).to(tl.int32)
         m_scale = tl.div_rn(load_scale(old_message), scaling)
-    packed = tl.zeros([PLANE], tl.int32)
-    x_squares = tl.zeros([PLANE], tl.float32)
-    g_squares = tl.zeros([PLANE], tl.float32)
-    for k in tl.static_range(8):
+    packed = tl.zeros([1, PLANE], tl.int32)
+    x_squares = tl.zeros([1, PLANE], tl.float32)
+    g_squares = tl.zeros([1, PLANE], tl.float32)
+    for first in tl.static_range(0, 8, PLANES):
+        k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
         g = load_segment(grad, offset, i, remaining, BLOCK, DTYPE, ALIGNED) * grad_scale
         squares = g * g
-        g_squares += squares
+        g_squares += tl.sum(squares, axis=0, keep_dims=True)
         g = tl.where(squares < float("inf"), g, 0.0)
         if DENSE:
             m = tl.load(exp_avg_ptr + block * BLOCK + i)
@@ -81,8 +83,8 @@ def _compress_momentum_kernel(
         x = (beta1 * m + one_minus_beta1 * g) * scaling + lazy_error(x_old, x_scale)
         x = keep_mask(is_masked(x_old), x_old, x)
         tl.store(x_block + i, x)
-        x_squares += x * x
-        packed |= (x >= 0).to(tl.int32) << k
+        x_squares += tl.sum(x * x, axis=0, keep_dims=True)
+        packed |= tl.sum((x >= 0).to(tl.int32) << k, axis=0, keep_dims=True)
     tl.store(new_planes + j, packed.to(tl.uint8))
     tl.store(partials_ptr + block, tl.sum(x_squares))
     tl.store(partials_ptr + blocks + block, tl.sum(g_squares))
@@ -112,7 +114,7 @@ def _seal_worker_kernel(
 def _undo_momentum_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, x_ptr, x_scale_ptr, old_messages_ptr, exp_avg_ptr, hyper_ptr,
     rates_ptr, clip_ptr, new_messages_ptr, decision_ptr, blocks_per_chunk, message_bytes,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) == 0:
         return
@@ -125,7 +127,7 @@ def _undo_momentum_kernel(
     grad = tl.load(grad_ptr + segment)
     x_block = x_ptr + block * BLOCK
     PLANE: tl.constexpr = BLOCK // 8
-    j = tl.arange(0, PLANE)
+    j = tl.arange(0, PLANE)[None, :]
     if block == 0:
         tl.store(x_scale_ptr, 0.0)
     if not DENSE:
@@ -137,7 +139,8 @@ def _undo_momentum_kernel(
         if block % blocks_per_chunk == 0:
             head = tl.arange(0, HEADER)
             tl.store(new_message + head, tl.load(old_message + head))
-    for k in tl.static_range(8):
+    for first in tl.static_range(0, 8, PLANES):
+        k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
         g = load_segment(grad, offset, i, remaining, BLOCK, DTYPE, ALIGNED) * grad_scale
         g = tl.where(g * g < float("inf"), g, 0.0)
@@ -189,8 +192,8 @@ def compress_momentum(
     _compress_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
         x if exp_avg is None else exp_avg, hyper, rates, clip, new_messages, partials, blocks.blocks,
-        blocks.blocks // ranks, message_bytes, exp_avg is not None, block, TRITON_DTYPES[grads.dtype], grads.aligned,
-        **launch_constants(block),
+        blocks.blocks // ranks, message_bytes, exp_avg is not None, block, planes_at_once(),
+        TRITON_DTYPES[grads.dtype], grads.aligned, **launch_constants(block),
     )  # fmt: skip
 
 
@@ -234,6 +237,6 @@ def undo_momentum(
     _undo_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
         x if exp_avg is None else exp_avg, hyper, rates, clip, new_messages, decision,
-        blocks.blocks // ranks, message_bytes, exp_avg is not None, block, TRITON_DTYPES[grads.dtype], grads.aligned,
-        **launch_constants(block),
+        blocks.blocks // ranks, message_bytes, exp_avg is not None, block, planes_at_once(),
+        TRITON_DTYPES[grads.dtype], grads.aligned, **launch_constants(block),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from .common import (
     launch_constants,
     lazy_error,
     load_scale,
+    planes_at_once,
     require,
     signed,
     sum_range,
@@ -31,30 +32,32 @@ from .tables import HEADER_BYTES
 @triton.jit
 def _reduce_chunk_kernel(
     received_ptr, y_ptr, y_scale_ptr, decision_ptr, message_ptr, partials_ptr, message_bytes,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
     block = tl.program_id(0).to(tl.int64)
     PLANE: tl.constexpr = BLOCK // 8
-    j = tl.arange(0, PLANE)
+    j = tl.arange(0, PLANE)[None, :]
     at = HEADER + block * PLANE
     y_scale = tl.load(y_scale_ptr)
     y_block = y_ptr + block * BLOCK
-    packed = tl.zeros([PLANE], tl.int32)
-    squares = tl.zeros([PLANE], tl.float32)
-    for k in tl.static_range(8):
-        total = tl.zeros([PLANE], tl.float32)
+    packed = tl.zeros([1, PLANE], tl.int32)
+    squares = tl.zeros([1, PLANE], tl.float32)
+    for first in tl.static_range(0, 8, PLANES):
+        k = first + tl.arange(0, PLANES)[:, None]
+        i = k * PLANE + j
+        total = tl.zeros([PLANES, PLANE], tl.float32)
         message = received_ptr
         for _ in range(RANKS):
             total += signed(tl.load(message + at + j).to(tl.int32), k, load_scale(message))
             message += message_bytes
-        y_old = tl.load(y_block + k * PLANE + j)
-        y = tl.div_rn(total, tl.full([PLANE], RANKS, tl.float32)) + lazy_error(y_old, y_scale)
+        y_old = tl.load(y_block + i)
+        y = tl.div_rn(total, tl.full([PLANES, PLANE], RANKS, tl.float32)) + lazy_error(y_old, y_scale)
         y = keep_mask(is_masked(y_old), y_old, y)
-        tl.store(y_block + k * PLANE + j, y)
-        squares += y * y
-        packed |= (y >= 0).to(tl.int32) << k
+        tl.store(y_block + i, y)
+        squares += tl.sum(y * y, axis=0, keep_dims=True)
+        packed |= tl.sum((y >= 0).to(tl.int32) << k, axis=0, keep_dims=True)
     tl.store(message_ptr + at + j, packed.to(tl.uint8))
     tl.store(partials_ptr + block, tl.sum(squares))
 
@@ -100,7 +103,7 @@ def reduce_chunk(
     require("y", y, torch.float32, blocks * block_elements, decision.device)
     require("message", message, torch.uint8, HEADER_BYTES + blocks * block_elements // 8, decision.device)
     _reduce_chunk_kernel[(blocks,)](
-        received, y, y_scale, decision, message, partials, message_bytes, ranks, block_elements,
+        received, y, y_scale, decision, message, partials, message_bytes, ranks, block_elements, planes_at_once(),
         **launch_constants(block_elements),
     )  # fmt: skip
 

@@ -48,6 +48,7 @@ from .common import (
     load_scale,
     load_segment,
     max_range,
+    planes_at_once,
     require,
     segment_of_block,
     signed,
@@ -62,7 +63,7 @@ def _fresh_variance_kernel(
     param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
     exp_avg_sq_ptr, exp_avg_sq_fresh_ptr, hyper_ptr, rates_ptr, clip_ptr, decision_ptr, partials_ptr,
     blocks, blocks_per_chunk, message_bytes,
-    OLD_DENSE: tl.constexpr, NEW_DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    OLD_DENSE: tl.constexpr, NEW_DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
@@ -78,7 +79,7 @@ def _fresh_variance_kernel(
     scaling = tl.load(rates + SCALING)
     param = tl.load(param_ptr + segment)
     PLANE: tl.constexpr = BLOCK // 8
-    j = tl.arange(0, PLANE)
+    j = tl.arange(0, PLANE)[None, :]
     if not OLD_DENSE:
         old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         old = tl.load(old_planes + j).to(tl.int32)
@@ -90,10 +91,11 @@ def _fresh_variance_kernel(
         new_planes, new_message = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         new = tl.load(new_planes + j).to(tl.int32)
         new_scale = tl.div_rn(load_scale(new_message), scaling)
-    factor = tl.zeros([PLANE], tl.float32)
-    direction_squares = tl.zeros([PLANE], tl.float32)
-    u_squares = tl.zeros([PLANE], tl.float32)
-    for k in tl.static_range(8):
+    factor = tl.zeros([1, PLANE], tl.float32)
+    direction_squares = tl.zeros([1, PLANE], tl.float32)
+    u_squares = tl.zeros([1, PLANE], tl.float32)
+    for first in tl.static_range(0, 8, PLANES):
+        k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
         at = block * BLOCK + i
         v = tl.load(exp_avg_sq_ptr + at)
@@ -115,11 +117,12 @@ def _fresh_variance_kernel(
         tl.store(exp_avg_sq_fresh_ptr + at, fresh)
         denominator = tl.sqrt_rn(tl.div_rn(tl.abs(v), correction2)) + eps
         fresh_denominator = tl.sqrt_rn(tl.div_rn(tl.abs(fresh), correction2)) + eps
-        factor = tl.maximum(factor, tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0))
+        ratio = tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0)
+        factor = tl.maximum(factor, tl.max(ratio, axis=0, keep_dims=True))
         direction = tl.where(part, tl.div_rn(tl.div_rn(m, correction1), denominator), 0.0)
         u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
-        direction_squares += direction * direction
-        u_squares += u * u
+        direction_squares += tl.sum(direction * direction, axis=0, keep_dims=True)
+        u_squares += tl.sum(u * u, axis=0, keep_dims=True)
     tl.store(partials_ptr + block, tl.max(factor))
     tl.store(partials_ptr + blocks + block, tl.sum(direction_squares))
     tl.store(partials_ptr + 2 * blocks + block, tl.sum(u_squares))
@@ -158,7 +161,7 @@ def _soft_threshold_rate_kernel(
 def _compressed_apply_kernel(
     param_ptr, segment_ptr, first_block_ptr, numel_ptr, messages_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr,
     rates_ptr, decision_ptr, blocks_per_chunk, message_bytes,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -170,12 +173,13 @@ def _compressed_apply_kernel(
     correction1, correction2 = load_corrections(hyper, rates, False)
     param = tl.load(param_ptr + segment)
     PLANE: tl.constexpr = BLOCK // 8
-    j = tl.arange(0, PLANE)
+    j = tl.arange(0, PLANE)[None, :]
     if not DENSE:
         planes, message = block_of_messages(messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         signs = tl.load(planes + j).to(tl.int32)
         m_scale = tl.div_rn(load_scale(message), tl.load(rates + SCALING))
-    for k in tl.static_range(8):
+    for first in tl.static_range(0, 8, PLANES):
+        k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
         p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
         v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
@@ -233,8 +237,8 @@ def fresh_variance(
         params.addresses, source.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages,
         new_messages, exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip,
         decision, partials, blocks.blocks, blocks.blocks // ranks, message_bytes, exp_avg is not None,
-        grads is not None, block, TRITON_DTYPES[params.dtype], TRITON_DTYPES[source.dtype], params.aligned,
-        source.aligned, **launch_constants(block),
+        grads is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype], TRITON_DTYPES[source.dtype],
+        params.aligned, source.aligned, **launch_constants(block),
     )  # fmt: skip
 
 
@@ -282,6 +286,6 @@ def compressed_apply(
     _compressed_apply_kernel[(blocks.blocks,)](
         params.addresses, blocks.segment, blocks.first_block, blocks.numel, messages,
         exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, hyper, rates, decision, blocks.blocks // ranks,
-        message_bytes, exp_avg is not None, block, TRITON_DTYPES[params.dtype], params.aligned,
+        message_bytes, exp_avg is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype], params.aligned,
         **launch_constants(block),
     )  # fmt: skip

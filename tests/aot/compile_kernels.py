@@ -30,7 +30,7 @@ POINTERS = {
     "*u8": ("old_messages_ptr", "new_messages_ptr", "messages_ptr", "message_ptr", "received_ptr"),
 }
 INTEGERS = ("blocks", "blocks_per_chunk", "message_bytes", "buckets")
-CONSTANTS = {"BLOCK": BLOCK, "RANKS": 4, "ALIGNED": True, "PARAM_ALIGNED": True, "GRAD_ALIGNED": True}
+CONSTANTS = {"BLOCK": BLOCK, "RANKS": 4, "PLANES": 1, "ALIGNED": True, "PARAM_ALIGNED": True, "GRAD_ALIGNED": True}
 
 
 def pointer_type(name: str) -> str:
