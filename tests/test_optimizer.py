@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebit_triton import OneBitLamb
 
@@ -229,6 +230,39 @@ def test_spoilt_state_is_refused_whole(spoil: Any, message: str) -> None:
     assert before["param_groups"] == after["param_groups"]
     for number, entry in before["state"].items():
         assert all(torch.equal(value, after["state"][number][key]) for key, value in entry.items())
+
+
+class NoHostReads(TorchDispatchMode):
+    """Turns everything that would make the host wait for a device into an error."""
+
+    READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in self.READS, f"the host reads a tensor: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", ["warmup", "compression"])
+def test_steady_steps_read_nothing_on_the_host(ranks: Any, stage: str) -> None:
+    for n in (1, 2):
+        ranks(n, step_without_host_reads, stage)
+
+
+def step_without_host_reads(rank: int, n: int, stage: str) -> None:
+    params = parameters()
+    freeze_step = 2 if stage == "compression" else 100
+    optimizer = two_groups(params, backend="torch", freeze_step=freeze_step, max_grad_norm=0.1, bias_correction=True)
+    for step in range(6):
+        set_gradients(params, gradients(step, rank, params))
+        if step < 4:
+            optimizer.step()
+            continue
+        optimizer.param_groups[0]["lr"] *= 0.5
+        with NoHostReads():
+            optimizer.step()
+    assert optimizer.stage == stage
+    with pytest.raises(AssertionError, match="the host reads"), NoHostReads():
+        float(params[0].sum())
 
 
 def test_gradients_are_let_go() -> None:
