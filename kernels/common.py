@@ -90,6 +90,19 @@ def require(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: t
         )
 
 
+def require_bucket(elements: int, device: torch.device, **states: Tensor | None) -> None:
+    """Raise ValueError unless every state that is given is fp32 over the bucket."""
+    for name, state in states.items():
+        if state is not None:
+            require(name, state, torch.float32, elements, device)
+
+
+def require_messages(elements: int, device: torch.device, **sets: Tensor) -> None:
+    """Raise ValueError unless every set of messages, uint8 [ranks, bytes], is of a bucket of so many elements."""
+    for name, messages in sets.items():
+        require(name, messages, torch.uint8, messages.shape[0] * HEADER_BYTES + elements // 8, device)
+
+
 @triton.jit
 def as_pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Typed pointer from an int64 address; ALIGNED promises 16 bytes, which gives 128-bit accesses."""

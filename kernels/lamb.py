@@ -41,6 +41,7 @@ from .common import (
     load_corrections,
     load_segment,
     require,
+    require_bucket,
     segment_of_block,
     store_segment,
     sum_range,
@@ -162,8 +163,7 @@ def lamb_moments(
         partials: fp32 [2, blocks], overwritten.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
-    require("exp_avg", exp_avg, torch.float32, elements, device)
-    require("exp_avg_sq", exp_avg_sq, torch.float32, elements, device)
+    require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     require("partials", partials, torch.float32, 2 * blocks.blocks, device)
     _lamb_moments_kernel[(blocks.blocks,)](
         params.addresses, grads.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq,
@@ -210,7 +210,8 @@ def lamb_apply(
         rates: fp32 [segments, len(Rate)], with the rates that `trust_ratio` wrote.
         decision: int32 [len(Decision)].
     """
-    block = blocks.block_elements
+    block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
+    require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     _lamb_apply_kernel[(blocks.blocks,)](
         params.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq, hyper, rates,
         decision, block, tile_elements(block), TRITON_DTYPES[params.dtype], params.aligned, **launch_constants(block),

@@ -34,6 +34,8 @@ from .common import (
     load_segment,
     planes_at_once,
     require,
+    require_bucket,
+    require_messages,
     segment_of_block,
     signed,
     sum_range,
@@ -185,9 +187,8 @@ def compress_momentum(
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, x_scale.device
     ranks, message_bytes = new_messages.shape
-    require("x", x, torch.float32, elements, device)
-    require("old_messages", old_messages, torch.uint8, new_messages.numel(), device)
-    require("new_messages", new_messages, torch.uint8, ranks * message_bytes, device)
+    require_bucket(elements, device, x=x, exp_avg=exp_avg)
+    require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
     require("partials", partials, torch.float32, 2 * blocks.blocks, device)
     _compress_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
@@ -208,6 +209,9 @@ def seal_worker(partials: Tensor, count: Tensor, tag: Tensor, messages: Tensor, 
         x_scale: fp32 [1], overwritten.
     """
     ranks, message_bytes = messages.shape
+    for name, tensor, dtype in (("count", count, torch.float32), ("tag", tag, torch.int32)):
+        require(name, tensor, dtype, 1, partials.device)
+    require("x_scale", x_scale, torch.float32, 1, partials.device)
     _seal_worker_kernel[(1,)](
         partials, count, tag, messages, x_scale, partials.numel() // 2, message_bytes, ranks, REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,
@@ -231,9 +235,10 @@ def undo_momentum(
 
     Does nothing if the step was not skipped. Arguments as in `compress_momentum`; decision is int32 [len(Decision)].
     """
-    block = blocks.block_elements
+    block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = new_messages.shape
-    require("x", x, torch.float32, blocks.blocks * block, decision.device)
+    require_bucket(elements, device, x=x, exp_avg=exp_avg)
+    require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
     _undo_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
         x if exp_avg is None else exp_avg, hyper, rates, clip, new_messages, decision,

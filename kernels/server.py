@@ -100,6 +100,7 @@ def reduce_chunk(
     ranks, message_bytes = received.shape
     blocks = partials.numel()
     require("received", received, torch.uint8, ranks * message_bytes, decision.device)
+    require("partials", partials, torch.float32, blocks, decision.device)
     require("y", y, torch.float32, blocks * block_elements, decision.device)
     require("message", message, torch.uint8, HEADER_BYTES + blocks * block_elements // 8, decision.device)
     _reduce_chunk_kernel[(blocks,)](
@@ -121,6 +122,9 @@ def seal_server(
         message: uint8 [message bytes], header overwritten.
         y_scale: fp32 [1], overwritten.
     """
+    for name, tensor, dtype in (("count", count, torch.float32), ("tag", tag, torch.int32)):
+        require(name, tensor, dtype, 1, partials.device)
+    require("y_scale", y_scale, torch.float32, 1, partials.device)
     _seal_server_kernel[(1,)](
         partials, count, tag, decision, message, y_scale, partials.numel(), REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,

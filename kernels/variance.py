@@ -50,6 +50,8 @@ from .common import (
     max_range,
     planes_at_once,
     require,
+    require_bucket,
+    require_messages,
     segment_of_block,
     signed,
     store_segment,
@@ -229,8 +231,11 @@ def fresh_variance(
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = new_messages.shape
-    require("exp_avg_sq", exp_avg_sq, torch.float32, elements, device)
-    require("exp_avg_sq_fresh", exp_avg_sq_fresh, torch.float32, elements, device)
+    require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_sq_fresh=exp_avg_sq_fresh)
+    if exp_avg is None:
+        require_messages(elements, device, old_messages=old_messages)
+    if grads is None:
+        require_messages(elements, device, new_messages=new_messages)
     require("partials", partials, torch.float32, 3 * blocks.blocks, device)
     source = params if grads is None else grads
     _fresh_variance_kernel[(blocks.blocks,)](
@@ -281,8 +286,11 @@ def compressed_apply(
         rates: fp32 [segments, len(Rate)], with the rates that `soft_threshold_rate` wrote.
         decision: int32 [len(Decision)].
     """
-    block = blocks.block_elements
+    block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = messages.shape
+    require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if exp_avg is None:
+        require_messages(elements, device, messages=messages)
     _compressed_apply_kernel[(blocks.blocks,)](
         params.addresses, blocks.segment, blocks.first_block, blocks.numel, messages,
         exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, hyper, rates, decision, blocks.blocks // ranks,

@@ -81,7 +81,8 @@ def _scale_momenta(replica: Replica) -> None:
     rms = (torch.cat(squares) / replica.rates[:, Rate.COUNT].double().clamp(min=1)).sqrt()
     moving = rms > 0
     scaling = torch.where(moving, (rms.sum() / moving.sum()) / rms, torch.ones_like(rms)).float()
-    scaling = torch.where(scaling.isfinite(), scaling, torch.ones_like(scaling))
+    # A tensor that hardly moved must not overflow the buffer's norm when it moves again.
+    scaling = scaling.clamp(max=1e12)
     # The ranks computed the same from the same state; on unlike machines the last bit may differ, and must not.
     replica.communicator.broadcast(scaling)
     replica.rates[:, Rate.SCALING] = scaling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,46 +70,17 @@ CASES = (
     Case("fp16_gradients", (65, 2, 64), ranks=2, grad_dtype=torch.float16, shift=MISALIGNED, weight_decay=0.0),
 )
 
+FEW_CASES = tuple(case for case in CASES if case.name in ("four_ranks", "block_1024", "fp16_gradients"))
+"""For the modes of a pass that differ little from another."""
+
 SMALL = Case("small", (70, 3, 64, 129), ranks=2, grad_scale=0.5)
 
 
-def hyper_row(
-    lr: float = 1e-2,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    coeff: tuple[float, float] = (0.01, 10.0),
-    coeff_beta: float = 0.9,
-    factor: tuple[float, float] = (0.5, 4.0),
-    threshold: float = 0.1,
-    bias_correction: bool = False,
-    coeff_bias_correction: bool = True,
-) -> list[float]:
-    """One row of the hyperparameter table, in double precision."""
-    row = {
-        Hyper.LR: lr,
-        Hyper.BETA1: betas[0],
-        Hyper.ONE_MINUS_BETA1: 1 - betas[0],
-        Hyper.BETA2: betas[1],
-        Hyper.ONE_MINUS_BETA2: 1 - betas[1],
-        Hyper.EPS: eps,
-        Hyper.WEIGHT_DECAY: weight_decay,
-        Hyper.MIN_COEFF: coeff[0],
-        Hyper.MAX_COEFF: coeff[1],
-        Hyper.COEFF_BETA: coeff_beta,
-        Hyper.ONE_MINUS_COEFF_BETA: 1 - coeff_beta,
-        Hyper.FACTOR_MIN: factor[0],
-        Hyper.FACTOR_MAX: factor[1],
-        Hyper.THRESHOLD_LOW: 1 - threshold,
-        Hyper.THRESHOLD_HIGH: 1 + threshold,
-        Hyper.BIAS_CORRECTION: float(bias_correction),
-        Hyper.COEFF_BIAS_CORRECTION: float(coeff_bias_correction),
-    }
-    return [row[column] for column in Hyper]
-
-
-GROUPS: tuple[dict[str, object], ...] = (
-    {},
+GROUPS: tuple[dict[str, Any], ...] = (
+    {
+        "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "coeff": (0.01, 10.0),
+        "coeff_beta": 0.9, "factor": (0.5, 4.0), "threshold": 0.1,
+    },
     {
         "lr": 3e-3, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0, "coeff": (0.3, 0.31),
         "coeff_beta": 0.5, "factor": (0.9, 1.05), "threshold": 0.02,
@@ -119,6 +91,39 @@ GROUPS: tuple[dict[str, object], ...] = (
     },
 )  # fmt: skip
 """Hyperparameters of the param groups; segments take them in turn."""
+
+
+def group_of(case: Case, segment: int) -> dict[str, Any]:
+    """Hyperparameters of a segment."""
+    group = dict(GROUPS[segment % len(GROUPS)])
+    if case.weight_decay is not None:
+        group["weight_decay"] = case.weight_decay
+    return group
+
+
+def hyper_row(case: Case, segment: int) -> Tensor:
+    """A segment's row of the hyperparameter table; complements are taken in double precision."""
+    group = group_of(case, segment)
+    row = {
+        Hyper.LR: group["lr"],
+        Hyper.BETA1: group["betas"][0],
+        Hyper.ONE_MINUS_BETA1: 1 - group["betas"][0],
+        Hyper.BETA2: group["betas"][1],
+        Hyper.ONE_MINUS_BETA2: 1 - group["betas"][1],
+        Hyper.EPS: group["eps"],
+        Hyper.WEIGHT_DECAY: group["weight_decay"],
+        Hyper.MIN_COEFF: group["coeff"][0],
+        Hyper.MAX_COEFF: group["coeff"][1],
+        Hyper.COEFF_BETA: group["coeff_beta"],
+        Hyper.ONE_MINUS_COEFF_BETA: 1 - group["coeff_beta"],
+        Hyper.FACTOR_MIN: group["factor"][0],
+        Hyper.FACTOR_MAX: group["factor"][1],
+        Hyper.THRESHOLD_LOW: 1 - group["threshold"],
+        Hyper.THRESHOLD_HIGH: 1 + group["threshold"],
+        Hyper.BIAS_CORRECTION: float(case.bias_correction),
+        Hyper.COEFF_BIAS_CORRECTION: float(case.coeff_bias_correction),
+    }
+    return torch.tensor([row[column] for column in Hyper], dtype=torch.float64).float()
 
 
 class Memory:
@@ -182,6 +187,7 @@ class Bed:
         case: what was asked for.
         layout: the bucket's place; blocks: its block map.
         params, grads: address tables of memory["param.i"] and memory["grad.i"].
+        missing: numbers of the segments without gradient; a change of it counts from the next clone on.
         memory: all tensors by name.
     """
 
@@ -189,6 +195,7 @@ class Bed:
         self.case = case
         self.layout = _plan(case)
         self.blocks = block_map(self.layout, case.block, CPU)
+        self.missing = frozenset(i for i in range(self.blocks.segments) if i % 5 == 3)
         self.grad_dtype = case.grad_dtype or case.dtype
         self.memory = Memory()
         self._reserve()
@@ -236,15 +243,11 @@ class Bed:
             out[start : start + size] = True
         return out
 
-    def has_gradient(self, segment: int) -> bool:
-        """Whether a segment has a gradient."""
-        return segment % 5 != 3
-
     def flat(self, prefix: str) -> Tensor:
         """Parameters ("param") or gradients ("grad") as fp32 [elements], zeros where there is none."""
         out = torch.zeros(self.elements)
         for i, (start, size) in enumerate(zip(self.blocks.starts, self.blocks.sizes, strict=True)):
-            if prefix == "param" or self.has_gradient(i):
+            if prefix == "param" or i not in self.missing:
                 out[start : start + size] = self[f"{prefix}.{i}"].float()
         return out
 
@@ -282,20 +285,11 @@ class Bed:
         self.params = TensorTable(self.blocks.segments, self.case.dtype, CPU)
         self.grads = TensorTable(self.blocks.segments, self.grad_dtype, CPU)
         self.params.set([self[f"param.{i}"] for i in self.segments])
-        self.grads.set([self[f"grad.{i}"] if self.has_gradient(i) else None for i in self.segments])
+        self.grads.set([None if i in self.missing else self[f"grad.{i}"] for i in self.segments])
 
     def _fill_tables(self, random: torch.Generator) -> None:
-        case = self.case
         for i in self.segments:
-            group = dict(GROUPS[i % len(GROUPS)])
-            if case.weight_decay is not None:
-                group["weight_decay"] = case.weight_decay
-            row = hyper_row(
-                **group,  # type: ignore[arg-type]
-                bias_correction=case.bias_correction,
-                coeff_bias_correction=case.coeff_bias_correction,
-            )
-            self["hyper"][i] = torch.tensor(row, dtype=torch.float64).float()
+            self["hyper"][i] = hyper_row(self.case, i)
         low, high = torch.ones(len(Rate)), torch.ones(len(Rate))
         for column, start, stop in (
             (Rate.STEP, 5, 6), (Rate.COEFF, 0.1, 2), (Rate.COEFF_CORRECTION, 0.3, 1), (Rate.CORRECTION1, 0.4, 1),
@@ -305,7 +299,7 @@ class Bed:
             low[column], high[column] = start, stop
         self["rates"].copy_(low + (high - low) * torch.rand(self["rates"].shape, generator=random))
         self["rates"][:, Rate.STEP] = 5.0
-        self["clip"].copy_(torch.tensor([case.grad_scale, 0.8, 0.5, 1.0]))
+        self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0]))
         self["decision"].copy_(torch.tensor([0, 7, 2, 0, -1, 0, 3], dtype=torch.int32))
         self["tag"].fill_(0x1234567)
 

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|ov
 
 INF, NAN = float("inf"), float("nan")
 TAG = 0x5EADBEEF
-BOTH = pytest.mark.parametrize("passes", [TRITON, TORCH], ids=lambda passes: passes.name)
 
 
 def new_decision() -> Tensor:

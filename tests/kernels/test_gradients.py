@@ -9,7 +9,7 @@ from onebit_triton.buckets import block_map, plan_layout
 from onebit_triton.kernels.backends import Passes
 from onebit_triton.kernels.tables import TensorTable
 
-from .bed import CASES, CPU, SMALL, TORCH, TRITON, Bed, Case, check, same_bits
+from .bed import CASES, CPU, FEW_CASES, SMALL, TORCH, TRITON, Bed, Case, check, same_bits
 
 
 def flatten(passes: Passes, bed: Bed) -> None:
@@ -37,6 +37,13 @@ def test_norms_agree(case: Case) -> None:
     torch.testing.assert_close(kernel["norms"].double(), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.usefixtures("loops_as_compiled")
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_loops_as_compiled_agree(case: Case) -> None:
+    test_flatten_agrees(case)
+    test_norms_agree(case)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_gradients_show(value: float, dtype: torch.dtype) -> None:
@@ -59,7 +66,8 @@ def test_squares_that_overflow_show() -> None:
 @pytest.mark.parametrize("passes", [TRITON, TORCH], ids=lambda passes: passes.name)
 def test_all_gradients_missing(passes: Passes) -> None:
     bed = Bed(SMALL)
-    bed.grads.set([None] * bed.blocks.segments)
+    bed.missing = frozenset(bed.segments)
+    bed = bed.clone()
     flatten(passes, bed)
     norms(passes, bed)
     assert same_bits(bed["averaged"], torch.zeros(bed.elements))

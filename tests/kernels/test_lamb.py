@@ -12,7 +12,7 @@ from onebit_triton.kernels.backends import Passes
 from onebit_triton.kernels.lamb_reference import root
 from onebit_triton.kernels.tables import Hyper, Rate
 
-from .bed import CASES, MISALIGNED, SMALL, TORCH, TRITON, Bed, Case, check, check_unchanged, same_bits
+from .bed import CASES, FEW_CASES, MISALIGNED, SMALL, TORCH, TRITON, Bed, Case, check, check_unchanged, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow)")
 
@@ -87,6 +87,13 @@ def test_trust_ratio_agrees(case: Case) -> None:
 @pytest.mark.parametrize("case", [*CASES, *OPTIONS], ids=str)
 def test_apply_agrees(case: Case) -> None:
     check(after_ratio(case), apply, ["param"])
+
+
+@pytest.mark.usefixtures("loops_as_compiled")
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_loops_as_compiled_agree(case: Case) -> None:
+    test_moments_agree(case)
+    test_apply_agrees(case)
 
 
 @pytest.mark.parametrize("passes", [TRITON, TORCH], ids=lambda passes: passes.name)
