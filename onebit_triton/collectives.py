@@ -122,7 +122,7 @@ class Communicator:
     def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, on the host."""
         backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
-        device = torch.device("cuda" if "nccl" in backend else "cpu")
+        device = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         theirs = torch.empty(self.ranks * len(numbers), dtype=torch.int64, device=device)
         self.all_gather(theirs, mine).wait()

@@ -75,7 +75,8 @@ class OneBitLamb(Optimizer):
         >>> model = optimizer.attach(DistributedDataParallel(model))
     """
 
-    _replica: Replica | None = None
+    _built = False
+    _replica: Replica
     _stage: Warmup | Uncompressed | Compression
 
     def __init__(
@@ -140,13 +141,14 @@ class OneBitLamb(Optimizer):
         return names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; on all ranks alike, in warmup. The layout is rebuilt in the next step, which agrees on it.
+        """Add parameters in warmup, on all ranks alike (collective: the new layout is agreed on).
 
         Raises:
-            RuntimeError: in compression: the new parameters have no variance to freeze.
+            RuntimeError: in compression, where the new parameters would have no variance to freeze; or if ranks do not
+                agree on them.
             ValueError: for bad input; the optimizer stays as it was.
         """
-        if self._replica is not None and self.stage == "compression":
+        if self._built and self.stage == "compression":
             raise RuntimeError(
                 "add_param_group is refused in the compression stage: new parameters need a warmup. "
                 "Call rewarm(steps) first."
@@ -158,10 +160,11 @@ class OneBitLamb(Optimizer):
             device = self._parameters()[0].device
             for parameter, name in zip(self._parameters(), self._names(), strict=True):
                 check_parameter(parameter, name, device)
-        except ValueError:
+            if self._built:
+                self._build()
+        except (RuntimeError, ValueError):
             self.param_groups.pop()
             raise
-        self._stale = True
 
     def _build(self, fresh: bool = False) -> Replica:
         """Plan the layout, agree on it with all ranks, and allocate the warmup state (collective).
@@ -181,7 +184,7 @@ class OneBitLamb(Optimizer):
                 "the options of the optimizer": fingerprint(self._max_grad_norm, sorted(self._flags.items())),
             }
         )
-        previous = None if fresh else self._replica
+        previous = self._replica if self._built and not fresh else None
         self._replica = Replica(
             layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
             parameters[0].device,
@@ -193,11 +196,9 @@ class OneBitLamb(Optimizer):
         self._hyper = HyperTable(self._replica, segments, **self._flags)
         self._monitor = Monitor(self._replica)
         self._enter(Warmup(self._replica))
-        self._stale = self._attached_all = False
+        self._attached_all = False
+        self._built = True
         return self._replica
-
-    def _ready(self) -> Replica:
-        return self._build() if self._replica is None or self._stale else self._replica
 
     # Stages
 
@@ -216,7 +217,6 @@ class OneBitLamb(Optimizer):
 
     def _publish_state(self) -> None:
         """Show the dense state in `self.state`, as views: what torch's tools expect to find there."""
-        assert self._replica is not None
         self.state = defaultdict(dict)
         for bucket in self._replica.buckets:
             shown = {"exp_avg_sq": bucket.exp_avg_sq}
@@ -252,7 +252,7 @@ class OneBitLamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        replica = self._ready()
+        replica = self._replica
         self._monitor.report()
         self._hyper.refresh(self.param_groups)
         replica.point_at_tensors()
@@ -301,7 +301,7 @@ class OneBitLamb(Optimizer):
 
     def _end_warmup(self) -> None:
         """Switch to compression if enough steps counted; skipped ones are made up for. Reads the device once."""
-        replica = self._ready()
+        replica = self._replica
         missing = self._warmup_base + self._warmup_steps - int(replica.decision[Decision.COUNTED])
         if missing > 0:
             self._check_at = self._calls + missing
@@ -330,7 +330,7 @@ class OneBitLamb(Optimizer):
             RuntimeError: if the optimizer is in warmup already.
         """
         check_steps("steps", steps)
-        replica = self._ready()
+        replica = self._replica
         if isinstance(self._stage, Warmup):
             raise RuntimeError("rewarm is for the compression stage; the optimizer is still warming up.")
         self._hyper.refresh(self.param_groups)
@@ -362,7 +362,7 @@ class OneBitLamb(Optimizer):
     # Checkpoints
 
     def _progress(self) -> checkpoint.Progress:
-        replica = self._ready()
+        replica = self._replica
         progress = checkpoint.Progress(
             version=checkpoint.VERSION, stage=self.stage, calls=self._calls, warmup_base=self._warmup_base,
             warmup_steps=self._warmup_steps, check_at=self._check_at, ranks=self._communicator.ranks,
@@ -377,7 +377,7 @@ class OneBitLamb(Optimizer):
 
         In compression on several ranks it contains this rank's pending errors: save one file per rank.
         """
-        replica, shown = self._ready(), self.state
+        replica, shown = self._replica, self.state
         self.state = defaultdict(dict, checkpoint.export_state(replica, self._stage))
         try:
             packed = super().state_dict()
@@ -399,7 +399,7 @@ class OneBitLamb(Optimizer):
             ValueError: saying why the state does not fit.
             RuntimeError: if another rank refused its state, or ranks load states of different moments.
         """
-        replica = self._ready()
+        replica = self._replica
         failure: Exception | None = None
         try:
             groups = state_dict["param_groups"]
@@ -452,7 +452,7 @@ class OneBitLamb(Optimizer):
         momentum, 0 in warmup); grad_scale (clipping); and per tensor, in the order of `layers`: trust_ratio (c, or
         C f), factor (f), scaling (s_j).
         """
-        replica = self._ready()
+        replica = self._replica
         decision, rates = replica.decision.tolist(), replica.rates.cpu()
         compressing = self.stage == "compression"
         counted = decision[Decision.COUNTED]

@@ -52,6 +52,24 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(ranks: RankPool) ->
         assert message.startswith("RuntimeError: Rank 1 failed to construct the optimizer")
 
 
+def add_unlike_groups(rank: int, ranks: int) -> None:
+    params = parameters()
+    optimizer = two_groups(params, backend="torch")
+    unlike = {"params": [torch.nn.Parameter(torch.ones(3 + rank))]}
+    with pytest.raises(RuntimeError, match="the number of parameter elements: rank 1 has"):
+        optimizer.add_param_group(unlike)
+    assert len(optimizer.param_groups) == 2
+    set_gradients(params, gradients(0, rank, params))
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == len(params) + 1
+
+
+def test_groups_that_differ_are_refused(ranks: RankPool) -> None:
+    ranks(2, add_unlike_groups)
+
+
 def two_worlds(rank: int, ranks: int) -> np.ndarray:
     """Two groups train at once; then a sub-group trains while the other ranks do something else."""
     groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
