@@ -121,7 +121,32 @@ def _in_chunk(bucket: Bucket, row: int, replica: Replica) -> slice:
     return slice(low, max(low, min(start + size - first, chunk)))
 
 
-def read_progress(groups: list[dict[str, Any]]) -> Progress:
+def read_state(
+    state_dict: dict[str, Any], param_groups: list[dict[str, Any]], names: dict[Tensor, str], replica: Replica
+) -> tuple[Progress, dict[Tensor, dict[str, Any]]]:
+    """Progress and every parameter's entry of a saved state, checked whole before anything of it is used.
+
+    Args:
+        state_dict: what was saved.
+        param_groups: the optimizer's; parameters are matched by their order.
+        names: what errors call the parameters.
+        replica: where the state is to go.
+
+    Raises:
+        ValueError: saying what does not fit; KeyError or TypeError if it has not even torch's form.
+    """
+    groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in param_groups]:
+        raise ValueError("Invalid state_dict: must have as many groups and parameters as the optimizer.")
+    progress = _read_progress(groups)
+    saved_ids = [number for group in groups for number in group["params"]]
+    saved = state_dict["state"]
+    entries = {p: saved[number] for p, number in zip(names, saved_ids, strict=True) if number in saved}
+    _check_state(progress, entries, names, replica)
+    return progress, entries
+
+
+def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     """Progress that a saved state carries.
 
     Raises:
@@ -140,7 +165,7 @@ def read_progress(groups: list[dict[str, Any]]) -> Progress:
     return Progress(**saved)
 
 
-def check_state(
+def _check_state(
     progress: Progress, entries: dict[Tensor, dict[str, Any]], names: dict[Tensor, str], replica: Replica
 ) -> None:
     """Check that a saved state can be put into a replica, before anything of it is.

@@ -17,10 +17,11 @@ from .collectives import Communicator, ProcessGroup
 from .ddp import GradientHook, install_hook
 from .hyperparameters import HyperTable
 from .kernels.backends import load_passes
-from .kernels.tables import Decision, Rate
+from .kernels.tables import Decision
+from .metrics import collect_metrics
 from .monitor import Monitor
 from .options import check_group, check_optimizer, check_parameter, check_steps
-from .stages import Compression, Replica, Uncompressed, Warmup, freeze, pending_error, thaw
+from .stages import Compression, Replica, Uncompressed, Warmup, freeze, thaw
 from .stages.switch import mask_variance, stage_two
 
 logger = logging.getLogger("onebit_triton")
@@ -399,18 +400,11 @@ class OneBitLamb(Optimizer):
             ValueError: saying why the state does not fit.
             RuntimeError: if another rank refused its state, or ranks load states of different moments.
         """
-        replica = self._replica
         failure: Exception | None = None
         try:
+            names = dict(zip(self._parameters(), self._names(), strict=True))
+            progress, entries = checkpoint.read_state(state_dict, self.param_groups, names, self._replica)
             groups = state_dict["param_groups"]
-            saved_ids = [number for group in groups for number in group["params"]]
-            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-                raise ValueError("Invalid state_dict: must have as many groups and parameters as the optimizer.")
-            progress = checkpoint.read_progress(groups)
-            parameters = self._parameters()
-            saved = state_dict["state"]
-            entries = {p: saved[number] for p, number in zip(parameters, saved_ids, strict=True) if number in saved}
-            checkpoint.check_state(progress, entries, dict(zip(parameters, self._names(), strict=True)), replica)
             for index, group in enumerate(groups):
                 check_group({**group, "params": self.param_groups[index]["params"]}, index)
         except (KeyError, TypeError, ValueError) as error:
@@ -452,31 +446,6 @@ class OneBitLamb(Optimizer):
         momentum, 0 in warmup); grad_scale (clipping); and per tensor, in the order of `layers`: trust_ratio (c, or
         C f), factor (f), scaling (s_j).
         """
-        replica = self._replica
-        decision, rates = replica.decision.tolist(), replica.rates.cpu()
-        compressing = self.stage == "compression"
-        counted = decision[Decision.COUNTED]
-        taking_part = int(rates[:, Rate.COUNT].double().sum())
-        error = sent = 0.0
-        for bucket in replica.buckets:
-            if bucket.x is not None:
-                error += float(pending_error(bucket.x, bucket.x_scale).square().sum())
-                sent += float(bucket.x_scale.square() * bucket.count)
-        return {
-            "stage": self.stage,
-            "step": counted,
-            "skipped_steps": decision[Decision.SKIPPED],
-            "steps_to_switch": 0 if compressing else self._warmup_base + self._warmup_steps - counted,
-            "bytes_sent": self.bytes_sent,
-            "bytes_sent_last_step": self._communicator.traffic.last_step,
-            "elements": replica.layout.elements,
-            "padded_elements": replica.layout.padded_elements,
-            "masked_elements": replica.layout.elements - taking_part if compressing else 0,
-            "state_bytes": sum(tensor.nbytes for tensor in replica.held() + self._stage.held()),
-            "error_ratio": (error / sent) ** 0.5 if sent > 0 else 0.0,
-            "grad_scale": float(replica.clip[0]),
-            "layers": [name for names in replica.names for name in names],
-            "trust_ratio": rates[:, Rate.COEFF_USED].tolist(),
-            "factor": rates[:, Rate.FACTOR].tolist(),
-            "scaling": rates[:, Rate.SCALING].tolist(),
-        }
+        found = collect_metrics(self._replica, self._stage)
+        missing = self._warmup_base + self._warmup_steps - found["step"]
+        return found | {"steps_to_switch": missing if self.stage == "warmup" else 0}
