@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Tests at a time; those over several ranks start up to five processes each.
+WORKERS ?= 2
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

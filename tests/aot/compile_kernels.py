@@ -84,7 +84,7 @@ def compile_kernel(kernel: Any, arch: int, dtype: tl.dtype, flags: dict[str, boo
         "registers": registers,
         "stack": stack,
         "wide_loads": len(re.findall(r"ld\.global\.v4\.b32", ptx)),
-        "atomics": ptx.count("atom.") + ptx.count("red."),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
         "barriers": ptx.count("bar.sync"),
         "fused_multiply_adds": len(re.findall(r"\bfma\.rn\.f32", ptx)),
     }
