@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,12 +11,12 @@ from .tables import BlockMap, Clip, Decision, Hyper, Rate, TensorTable
 
 def commit(destination: Tensor, new: Tensor, decision: Tensor) -> None:
     """Overwrite destination with new values unless this step is skipped; reads nothing on the host."""
-    destination.copy_(torch.where(decision[Decision.SKIP] != 0, destination, new))
+    torch.where(decision[Decision.SKIP] != 0, destination, new, out=destination)
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root of fp32, correctly rounded as in the kernels; through fp64 on a CPU, where torch's own is not."""
-    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
+    """Square root of fp32, correctly rounded as in the kernels; by numpy on a CPU, where torch's own is not."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def corrections(blocks: BlockMap, hyper: Tensor, rates: Tensor, advance: bool) -> tuple[Tensor, Tensor]:

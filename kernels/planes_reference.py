@@ -55,10 +55,10 @@ def masked_zero(x: Tensor) -> Tensor:
 
 
 def lazy_error(x: Tensor, scale: Tensor) -> Tensor:
-    """Error that is left of a compensated value x after it was sent as scale * sign(x)."""
-    return x - torch.where(x >= 0, scale, -scale)
+    """Error that is left of a compensated value x after it was sent as scale * sign(x); x is not a negative zero."""
+    return x - torch.copysign(scale, x)
 
 
 def keep_mask(masked: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """New values, with masked elements left as they were and no other element ever a negative zero."""
-    return torch.where(masked, old, torch.where(new == 0, torch.zeros_like(new), new))
+    return torch.where(masked, old, new + 0.0)  # -0.0 + 0.0 is 0.0
