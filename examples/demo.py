@@ -32,7 +32,7 @@ COLOURS = {LAMB: "#4878a8", ONE_BIT: "#d1603d"}
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each training")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of each training")
     parser.add_argument("--freeze-step", type=int, help="warmup steps of 1-bit LAMB (default: a fifth of --steps)")
     parser.add_argument("--lr", type=float, default=0.012, help="peak learning rate")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all processes")

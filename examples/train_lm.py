@@ -34,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps in all")
     parser.add_argument("--freeze-step", type=int, help="steps before compression starts (default: a fifth)")
     parser.add_argument("--lr", type=float, default=0.012, help="peak learning rate")
     parser.add_argument("--beta2", type=float, default=0.99, help="decay of the variance")
