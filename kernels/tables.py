@@ -81,9 +81,6 @@ class Clip(IntEnum):
 RHO_DECAY = 0.99
 """Decay of the running rho."""
 
-CARRIED_COLUMNS = (Rate.STEP, Rate.COEFF, Rate.COEFF_CORRECTION, Rate.CORRECTION1, Rate.CORRECTION2)
-"""Layer columns that outlive a change of stage."""
-
 
 @dataclass(frozen=True)
 class BlockMap:

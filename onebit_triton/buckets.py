@@ -226,6 +226,8 @@ def message_bytes(layout: BucketLayout, block_elements: int, ranks: int) -> int:
 
 def memory_order_is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory without gaps or overlaps, in whatever order of its dimensions."""
+    if tensor.numel() == 0:
+        return True
     shape = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
     expected = 1
     for stride, size in sorted(shape):

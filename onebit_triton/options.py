@@ -11,17 +11,11 @@ from torch import Tensor
 
 from .buckets import DTYPES, memory_order_is_dense
 
-GROUP_OPTIONS = (
-    "lr", "betas", "eps", "weight_decay", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min",
-    "factor_threshold", "exp_avg_mask",
-)  # fmt: skip
-"""Options that every param group may set for itself; the others hold for the whole optimizer."""
-
 OPTIMIZER_OPTIONS = (
     "freeze_step", "bias_correction", "coeff_bias_correction", "max_grad_norm", "process_group", "backend",
     "bucket_elements", "block_elements",
 )  # fmt: skip
-"""Options of the whole optimizer."""
+"""Options of the whole optimizer; every param group may set the others for itself."""
 
 
 def _number(value: Any) -> float:

@@ -109,6 +109,22 @@ def test_no_gradient_anywhere(ranks: RankPool) -> None:
     ranks(2, everything_zero)
 
 
+def nothing_but_empty(rank: int, ranks: int, backend: str) -> None:
+    """Nothing to do is done on all ranks alike."""
+    params = parameters(shapes=[(0,), (3, 0)])
+    optimizer = OneBitLamb(params, freeze_step=2, backend=backend)
+    for _ in range(8):
+        optimizer.step()
+    assert optimizer.stage == "compression"
+    assert optimizer.metrics()["elements"] == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_but_empty_parameters(ranks: RankPool, n: int, backend: str) -> None:
+    ranks(n, nothing_but_empty, backend)
+
+
 def frozen(rank: int, ranks: int) -> bool:
     params = parameters()
     params[4].requires_grad_(False)
