@@ -103,6 +103,13 @@ def require_messages(elements: int, device: torch.device, **sets: Tensor) -> Non
         require(name, messages, torch.uint8, messages.shape[0] * HEADER_BYTES + elements // 8, device)
 
 
+def require_scalars(device: torch.device, count: Tensor, tag: Tensor, **scales: Tensor) -> None:
+    """Raise ValueError unless count and scales are fp32 [1] and tag is int32 [1]."""
+    require("tag", tag, torch.int32, 1, device)
+    for name, scalar in {"count": count, **scales}.items():
+        require(name, scalar, torch.float32, 1, device)
+
+
 @triton.jit
 def as_pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Typed pointer from an int64 address; ALIGNED promises 16 bytes, which gives 128-bit accesses."""

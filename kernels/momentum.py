@@ -36,6 +36,7 @@ from .common import (
     require,
     require_bucket,
     require_messages,
+    require_scalars,
     segment_of_block,
     signed,
     sum_range,
@@ -209,9 +210,7 @@ def seal_worker(partials: Tensor, count: Tensor, tag: Tensor, messages: Tensor, 
         x_scale: fp32 [1], overwritten.
     """
     ranks, message_bytes = messages.shape
-    for name, tensor, dtype in (("count", count, torch.float32), ("tag", tag, torch.int32)):
-        require(name, tensor, dtype, 1, partials.device)
-    require("x_scale", x_scale, torch.float32, 1, partials.device)
+    require_scalars(partials.device, count, tag, x_scale=x_scale)
     _seal_worker_kernel[(1,)](
         partials, count, tag, messages, x_scale, partials.numel() // 2, message_bytes, ranks, REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,

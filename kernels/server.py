@@ -23,6 +23,7 @@ from .common import (
     load_scale,
     planes_at_once,
     require,
+    require_scalars,
     signed,
     sum_range,
 )
@@ -122,9 +123,7 @@ def seal_server(
         message: uint8 [message bytes], header overwritten.
         y_scale: fp32 [1], overwritten.
     """
-    for name, tensor, dtype in (("count", count, torch.float32), ("tag", tag, torch.int32)):
-        require(name, tensor, dtype, 1, partials.device)
-    require("y_scale", y_scale, torch.float32, 1, partials.device)
+    require_scalars(partials.device, count, tag, y_scale=y_scale)
     _seal_server_kernel[(1,)](
         partials, count, tag, decision, message, y_scale, partials.numel(), REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..buckets import Bucket, Layout, gradient_like
 from ..collectives import Communicator
 from ..kernels.backends import Passes
-from ..kernels.tables import Clip, Decision, Hyper, Rate
+from ..kernels.tables import Clip, Decision, Hyper, Rate, TensorTable
 
 
 class Replica:
@@ -94,10 +94,18 @@ class Replica:
         for bucket in self.buckets:
             bucket.grads.release()
 
+    def local_gradients(self) -> list[TensorTable]:
+        """Tables of this rank's gradients as torch holds them, one per bucket."""
+        return [bucket.grads for bucket in self.buckets]
+
+    def measure(self, gradients: list[TensorTable]) -> None:
+        """Write the sums of squares of all blocks of these gradients to `norms`."""
+        for bucket, table in zip(self.buckets, gradients, strict=True):
+            self.passes.gradient_norms(table, bucket.map, bucket.norms)
+
     def sum_local_squares(self) -> Tensor:
         """Sum of squares of this rank's gradients, fp32 [1]."""
-        for bucket in self.buckets:
-            self.passes.gradient_norms(bucket.grads, bucket.map, bucket.norms)
+        self.measure(self.local_gradients())
         return self.norms.sum().view(1)
 
     def share_local_squares(self, squares: Tensor) -> None:

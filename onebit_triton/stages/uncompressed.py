@@ -22,8 +22,7 @@ class Uncompressed:
         """Take one step."""
         replica, passes = self._replica, self._replica.passes
         decision, clip = replica.decision, replica.clip
-        for bucket in replica.buckets:
-            passes.gradient_norms(bucket.grads, bucket.map, bucket.norms)
+        replica.measure(replica.local_gradients())
         passes.decide_averaged(replica.norms, replica.local_squares, decision, clip, False)
         for bucket in replica.buckets:
             passes.fresh_variance(

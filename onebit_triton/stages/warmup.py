@@ -30,7 +30,7 @@ class Warmup:
         communicator, passes = replica.communicator, replica.passes
         track_rho = replica.clipping and communicator.ranks > 1
         if communicator.ranks == 1 or averaged:
-            tables = [bucket.grads for bucket in replica.buckets]
+            tables = replica.local_gradients()
             track_rho = track_rho and averaged_squares is not None
             if averaged_squares is not None:
                 replica.share_local_squares(averaged_squares.view(1))
@@ -38,8 +38,7 @@ class Warmup:
             if track_rho:
                 replica.share_local_squares(replica.sum_local_squares())
             tables = self._average()
-        for bucket, grads in zip(replica.buckets, tables, strict=True):
-            passes.gradient_norms(grads, bucket.map, bucket.norms)
+        replica.measure(tables)
         passes.decide_averaged(replica.norms, replica.local_squares, replica.decision, replica.clip, track_rho)
         for bucket, grads in zip(replica.buckets, tables, strict=True):
             partials = bucket.partials[:2]

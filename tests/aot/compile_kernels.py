@@ -30,7 +30,15 @@ POINTERS = {
     "*u8": ("old_messages_ptr", "new_messages_ptr", "messages_ptr", "message_ptr", "received_ptr"),
 }
 INTEGERS = ("blocks", "blocks_per_chunk", "message_bytes", "buckets")
-CONSTANTS = {"BLOCK": BLOCK, "RANKS": 4, "PLANES": 1, "ALIGNED": True, "PARAM_ALIGNED": True, "GRAD_ALIGNED": True}
+CONSTANTS = {
+    "BLOCK": BLOCK,
+    "RANKS": 4,
+    "PLANES": 1,
+    "TRACK_RHO": True,
+    "ALIGNED": True,
+    "PARAM_ALIGNED": True,
+    "GRAD_ALIGNED": True,
+}
 
 
 def pointer_type(name: str) -> str:
@@ -61,8 +69,6 @@ def compile_kernel(kernel: Any, arch: int, dtype: tl.dtype, flags: dict[str, boo
         else:
             signature[name] = pointer_type(name)
             attributes[(position,)] = [["tt.divisibility", 16]]
-    if "TRACK_RHO" in constants:
-        constants["TRACK_RHO"] = True
     if kernel.__name__ == "_decide_exchanged_kernel":
         constants["TILE"] = constants["RANKS"]
     options = common.launch_constants(BLOCK) if per_block else {"num_warps": 4, "enable_fp_fusion": False}
