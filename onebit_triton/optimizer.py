@@ -120,6 +120,8 @@ class OneBitLamb(Optimizer):
         try:
             check_optimizer(freeze_step, max_grad_norm, bucket_elements, block_elements, **self._flags)
             super().__init__(params, defaults)
+            if not self._parameters():
+                raise ValueError("Invalid params: must contain at least one parameter, got only empty groups.")
             self._passes = load_passes(backend, self._parameters()[0].device)
         except Exception as error:
             failure = error
@@ -131,9 +133,10 @@ class OneBitLamb(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _names(self) -> list[str]:
+    def _names(self, first_group: int = 0) -> list[str]:
+        """What errors call the parameters of the groups from `first_group` on."""
         names = []
-        for index, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups[first_group:], first_group):
             given = group.get("param_names")
             names += [
                 f"parameter {given[number]}" if given else f"parameter {number} of group {index}"
@@ -154,17 +157,25 @@ class OneBitLamb(Optimizer):
                 "add_param_group is refused in the compression stage: new parameters need a warmup. "
                 "Call rewarm(steps) first."
             )
-        super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
+        index = len(self.param_groups)
         try:
-            check_group(self.param_groups[index], index)
-            device = self._parameters()[0].device
-            for parameter, name in zip(self._parameters(), self._names(), strict=True):
-                check_parameter(parameter, name, device)
+            failure: Exception | None = None
+            try:
+                super().add_param_group(param_group)
+                group = self.param_groups[index]
+                check_group(group, index)
+                parameters = self._parameters()
+                for parameter, name in zip(group["params"], self._names(index), strict=True):
+                    check_parameter(parameter, name, parameters[0].device)
+            except Exception as error:
+                failure = error
             if self._built:
+                self._communicator.raise_together(failure, "add a param group")
                 self._build()
-        except (RuntimeError, ValueError):
-            self.param_groups.pop()
+            elif failure is not None:
+                raise failure
+        except Exception:
+            del self.param_groups[index:]
             raise
 
     def _build(self, fresh: bool = False) -> Replica:

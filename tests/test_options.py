@@ -141,6 +141,16 @@ def test_no_parameters_are_refused() -> None:
         OneBitLamb([])
 
 
+def test_groups_without_parameters() -> None:
+    with pytest.raises(ValueError, match="Invalid params: must contain at least one parameter"):
+        OneBitLamb([{"params": []}])
+    params = parameters()
+    optimizer = OneBitLamb([{"params": []}, {"params": params}], freeze_step=1, backend="torch")
+    for _ in range(3):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_triton_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "triton_available", lambda: False)
     with pytest.raises(ImportError, match=r"backend='triton' needs Triton, which is not installed"):

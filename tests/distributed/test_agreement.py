@@ -70,6 +70,20 @@ def test_groups_that_differ_are_refused(ranks: RankPool) -> None:
     ranks(2, add_unlike_groups)
 
 
+def add_bad_group_on_one_rank(rank: int, ranks: int) -> None:
+    params = parameters()
+    optimizer = two_groups(params, backend="torch")
+    kind, told = (ValueError, "Invalid lr=-1 in param group 2") if rank == 1 else (RuntimeError, "Rank 1 failed to add")
+    with pytest.raises(kind, match=told):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": -1 if rank == 1 else 0.1})
+    assert len(optimizer.param_groups) == 2
+    optimizer.step()
+
+
+def test_a_group_that_one_rank_refuses_is_refused_by_all(ranks: RankPool) -> None:
+    ranks(2, add_bad_group_on_one_rank)
+
+
 def two_worlds(rank: int, ranks: int) -> np.ndarray:
     """Two groups train at once; then a sub-group trains while the other ranks do something else."""
     groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
