@@ -1,14 +1,17 @@
-"""The two implementations of every pass, chosen by name: Triton kernels, or their plain-torch twins."""
+"""The implementations of every pass, chosen by name: Triton kernels, their plain-torch twins, or those compiled."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from .updates import compressed_update, lamb_update
 
 PASSES = {
     "gradients": ("flatten_gradients", "gradient_norms"),
@@ -20,11 +23,14 @@ PASSES = {
 }
 """Module of this package -> the passes it holds; the twins are in <module>_reference as <pass>_reference."""
 
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "torch", "inductor")
 
 
 class Passes(SimpleNamespace):
-    """The passes of one backend, as attributes named as in `PASSES`; `name` is the backend's."""
+    """The passes of one backend, as attributes named as in `PASSES`, and the updates made of them; `name` is its own.
+
+    Stages call the updates, not what they are made of.
+    """
 
     name: str
 
@@ -37,17 +43,18 @@ def triton_available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def load_passes(backend: str, device: torch.device) -> Passes:
+def load_passes(backend: str, device: torch.device) -> Any:
     """Passes for tensors on a device; Triton is imported only if it is what was asked for.
 
     Args:
-        backend: "triton" (CUDA tensors, or any when TRITON_INTERPRET=1 is set), "torch" (plain torch), or "auto"
-            (triton on CUDA, torch elsewhere).
+        backend: "triton" (CUDA tensors, or any when TRITON_INTERPRET=1 is set), "torch" (plain torch), "inductor"
+            (the same, compiled by torch.compile), or "auto" (triton on CUDA, torch elsewhere).
         device: where the parameters are.
 
     Raises:
         ValueError: for an unknown backend, or "triton" on a device it cannot run on.
         ImportError: if Triton is needed and not installed.
+        RuntimeError: if "inductor" finds no C++ compiler on a CPU.
     """
     if backend not in BACKENDS:
         raise ValueError(f"Invalid {backend=}. Must be one of {', '.join(BACKENDS)}.")
@@ -63,9 +70,16 @@ def load_passes(backend: str, device: torch.device) -> Passes:
                 f"Invalid {backend=} for parameters on {device}. Must be CUDA tensors, unless TRITON_INTERPRET=1 is "
                 "set before onebit_triton's kernels are imported; use backend='torch' or 'auto'."
             )
+    if backend == "inductor":
+        from .inductor import InductorPasses
+
+        return InductorPasses(device, load_passes("torch", device))
     suffix = "_reference" if backend == "torch" else ""
     found: dict[str, Any] = {"name": backend}
     for module, names in PASSES.items():
         loaded = importlib.import_module(f"{__package__}.{module}{suffix}")
         found.update({name: getattr(loaded, name + suffix) for name in names})
-    return Passes(**found)
+    passes = Passes(**found)
+    for update in (lamb_update, compressed_update):
+        setattr(passes, update.__name__, partial(update, passes))
+    return passes

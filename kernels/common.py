@@ -8,6 +8,7 @@ every rank must compute the same bits.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ FACTOR_MIN = tl.constexpr(int(Hyper.FACTOR_MIN))
 FACTOR_MAX = tl.constexpr(int(Hyper.FACTOR_MAX))
 THRESHOLD_LOW = tl.constexpr(int(Hyper.THRESHOLD_LOW))
 THRESHOLD_HIGH = tl.constexpr(int(Hyper.THRESHOLD_HIGH))
-BIAS_CORRECTION = tl.constexpr(int(Hyper.BIAS_CORRECTION))
 COEFF_BIAS_CORRECTION = tl.constexpr(int(Hyper.COEFF_BIAS_CORRECTION))
 HYPERS = tl.constexpr(len(Hyper))
 
@@ -108,6 +108,17 @@ def require_scalars(device: torch.device, count: Tensor, tag: Tensor, **scales: 
     require("tag", tag, torch.int32, 1, device)
     for name, scalar in {"count": count, **scales}.items():
         require(name, scalar, torch.float32, 1, device)
+
+
+kernel = partial(
+    triton.jit,
+    do_not_specialize=("blocks", "blocks_per_chunk", "buckets"),
+    do_not_specialize_on_alignment=(
+        "rates_ptr", "partials_ptr", "tag_ptr", "tags_ptr", "count_ptr", "x_scale_ptr", "y_scale_ptr",
+    ),
+)  # fmt: skip
+"""Decorator of every kernel: what differs from bucket to bucket must not compile it again. message_bytes may: that it
+is a multiple of 16 is what gives wide accesses to planes."""
 
 
 @triton.jit
@@ -203,8 +214,21 @@ def load_corrections(hyper_ptr, rates_ptr, ADVANCE: tl.constexpr):
     if ADVANCE:
         correction1 = tl.load(hyper_ptr + BETA1) * correction1 + tl.load(hyper_ptr + ONE_MINUS_BETA1)
         correction2 = tl.load(hyper_ptr + BETA2) * correction2 + tl.load(hyper_ptr + ONE_MINUS_BETA2)
-    use = tl.load(hyper_ptr + BIAS_CORRECTION) != 0
-    return tl.where(use, correction1, 1.0), tl.where(use, correction2, 1.0)
+    return correction1, correction2
+
+
+@triton.jit
+def corrected(x, correction, BIAS_CORRECTION: tl.constexpr):
+    """x over its bias correction, if there is one: a rounded division is dear."""
+    if BIAS_CORRECTION:
+        x = tl.div_rn(x, correction)
+    return x
+
+
+@triton.jit
+def last_block_first():
+    """The block of a program that walks backwards: what the pass before it touched last is still in the cache."""
+    return tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GRAD_SCALE, REDUCE_TILE, require, sum_range
+from .common import GRAD_SCALE, REDUCE_TILE, kernel, require, sum_range
 from .tables import RHO_DECAY, Clip, Decision
 
 _SKIP = tl.constexpr(int(Decision.SKIP))
@@ -54,7 +54,7 @@ def _root_mean(squares_ptr, RANKS: tl.constexpr, TILE: tl.constexpr):
     return tl.sqrt_rn(tl.div_rn(total, tl.full([], RANKS, tl.float32)))
 
 
-@triton.jit
+@kernel
 def _decide_averaged_kernel(
     partials_ptr, local_squares_ptr, decision_ptr, clip_ptr, blocks,
     TRACK_RHO: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
@@ -72,7 +72,7 @@ def _decide_averaged_kernel(
     _record_decision(decision_ptr, tl.where(finite, 0, 1), -1)
 
 
-@triton.jit
+@kernel
 def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: tl.constexpr):
     norm = _root_mean(local_squares_ptr, RANKS, TILE)
     weight = tl.load(clip_ptr + _RHO_WEIGHT)
@@ -81,7 +81,7 @@ def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: t
     tl.store(clip_ptr + GRAD_SCALE, tl.where(scale < 1.0, scale, 1.0))
 
 
-@triton.jit
+@kernel
 def _decide_exchanged_kernel(
     received_ptr, headers_ptr, tags_ptr, decision_ptr, buckets, RANKS: tl.constexpr, TILE: tl.constexpr
 ):

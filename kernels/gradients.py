@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import (
     TRITON_DTYPES,
+    kernel,
     launch_constants,
     load_segment,
     require,
@@ -18,7 +18,7 @@ from .common import (
 from .tables import BlockMap, TensorTable
 
 
-@triton.jit
+@kernel
 def _flatten_gradients_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, out_ptr,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -33,7 +33,7 @@ def _flatten_gradients_kernel(
         tl.store(out_ptr + block * BLOCK + i, g.to(DTYPE))
 
 
-@triton.jit
+@kernel
 def _gradient_norms_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, partials_ptr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,6 +36,9 @@ from .common import (
     STEP,
     TRITON_DTYPES,
     WEIGHT_DECAY,
+    corrected,
+    kernel,
+    last_block_first,
     launch_constants,
     load_corrections,
     load_segment,
@@ -50,11 +52,11 @@ from .common import (
 from .tables import BlockMap, TensorTable
 
 
-@triton.jit
+@kernel
 def _lamb_moments_kernel(
     param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr,
     clip_ptr, decision_ptr, partials_ptr, blocks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
@@ -78,7 +80,8 @@ def _lamb_moments_kernel(
         g = load_segment(grad, offset, i, remaining, BLOCK, GRAD_DTYPE, GRAD_ALIGNED) * grad_scale
         m = beta1 * tl.load(exp_avg + i) + one_minus_beta1 * g
         v = beta2 * tl.load(exp_avg_sq + i) + one_minus_beta2 * (g * g)
-        u = tl.div_rn(tl.div_rn(m, correction1), tl.sqrt_rn(tl.div_rn(v, correction2)) + eps) + weight_decay * p
+        denominator = tl.sqrt_rn(corrected(v, correction2, BIAS_CORRECTION)) + eps
+        u = tl.div_rn(corrected(m, correction1, BIAS_CORRECTION), denominator) + weight_decay * p
         tl.store(exp_avg + i, m)
         tl.store(exp_avg_sq + i, v)
         p_squares += p * p
@@ -87,7 +90,7 @@ def _lamb_moments_kernel(
     tl.store(partials_ptr + blocks + block, tl.sum(u_squares))
 
 
-@triton.jit
+@kernel
 def _trust_ratio_kernel(first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks, TILE: tl.constexpr):
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -113,14 +116,14 @@ def _trust_ratio_kernel(first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, dec
     tl.store(rates + RATE, tl.load(hyper + LR) * c)
 
 
-@triton.jit
+@kernel
 def _lamb_apply_kernel(
     param_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr, decision_ptr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
-    block = tl.program_id(0).to(tl.int64)
+    block = last_block_first()
     segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
     hyper = hyper_ptr + segment * HYPERS
     rates = rates_ptr + segment * RATES
@@ -132,7 +135,8 @@ def _lamb_apply_kernel(
         p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
         m = tl.load(exp_avg_ptr + block * BLOCK + i)
         v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
-        u = tl.div_rn(tl.div_rn(m, correction1), tl.sqrt_rn(tl.div_rn(v, correction2)) + eps) + weight_decay * p
+        denominator = tl.sqrt_rn(corrected(v, correction2, BIAS_CORRECTION)) + eps
+        u = tl.div_rn(corrected(m, correction1, BIAS_CORRECTION), denominator) + weight_decay * p
         store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
 
 
@@ -147,6 +151,7 @@ def lamb_moments(
     clip: Tensor,
     decision: Tensor,
     partials: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Move both moments and sum |p|^2 and |u|^2 of every block; nothing changes if the step is skipped.
 
@@ -161,13 +166,14 @@ def lamb_moments(
         clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
         decision: int32 [len(Decision)].
         partials: fp32 [2, blocks], overwritten.
+        bias_correction: whether m and v are divided by 1 - beta^k.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     require("partials", partials, torch.float32, 2 * blocks.blocks, device)
     _lamb_moments_kernel[(blocks.blocks,)](
         params.addresses, grads.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq,
-        hyper, rates, clip, decision, partials, blocks.blocks, block, tile_elements(block),
+        hyper, rates, clip, decision, partials, blocks.blocks, bias_correction, block, tile_elements(block),
         TRITON_DTYPES[params.dtype], TRITON_DTYPES[grads.dtype], params.aligned, grads.aligned,
         **launch_constants(block),
     )  # fmt: skip
@@ -198,8 +204,9 @@ def lamb_apply(
     hyper: Tensor,
     rates: Tensor,
     decision: Tensor,
+    bias_correction: bool,
 ) -> None:
-    """p -= rate u, with u computed again from the moments; rounded to the parameter's dtype.
+    """p -= rate u, with u computed again from the moments; rounded to the parameter's dtype. Walks backwards.
 
     Args:
         params: parameters of the bucket's segments, updated in place.
@@ -209,10 +216,12 @@ def lamb_apply(
         hyper: fp32 [segments, len(Hyper)].
         rates: fp32 [segments, len(Rate)], with the rates that `trust_ratio` wrote.
         decision: int32 [len(Decision)].
+        bias_correction: whether m and v are divided by 1 - beta^k.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     _lamb_apply_kernel[(blocks.blocks,)](
         params.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq, hyper, rates,
-        decision, block, tile_elements(block), TRITON_DTYPES[params.dtype], params.aligned, **launch_constants(block),
+        decision, bias_correction, block, tile_elements(block), TRITON_DTYPES[params.dtype], params.aligned,
+        **launch_constants(block),
     )  # fmt: skip

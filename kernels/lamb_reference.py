@@ -1,4 +1,8 @@
-"""Plain-torch twins of lamb.py, and the update direction that both stages share."""
+"""Plain-torch twins of lamb.py.
+
+The functions without `_reference` in their name are the maths alone, on dense blocks [blocks, B] and on `block_rows`;
+backend "inductor" compiles the same functions.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .gradients_reference import sum_of_squares
 from .tables import BlockMap, Clip, Decision, Hyper, Rate, TensorTable
 
 
@@ -15,23 +20,44 @@ def commit(destination: Tensor, new: Tensor, decision: Tensor) -> None:
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root of fp32, correctly rounded as in the kernels; by numpy on a CPU, where torch's own is not."""
-    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+    """Square root of fp32, correctly rounded as in the kernels; eager on a CPU by numpy, as torch's own is not."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return x.sqrt()
+    return torch.from_numpy(np.sqrt(x.numpy()))
 
 
-def corrections(blocks: BlockMap, hyper: Tensor, rates: Tensor, advance: bool) -> tuple[Tensor, Tensor]:
-    """Bias corrections of m and v per block, [blocks, 1]; `advance` counts the step that is being taken."""
-    found = []
-    for column, beta, one_minus_beta in (
-        (Rate.CORRECTION1, Hyper.BETA1, Hyper.ONE_MINUS_BETA1),
-        (Rate.CORRECTION2, Hyper.BETA2, Hyper.ONE_MINUS_BETA2),
-    ):
-        value = rates[:, column]
-        if advance:
-            value = hyper[:, beta] * value + hyper[:, one_minus_beta]
-        value = torch.where(hyper[:, Hyper.BIAS_CORRECTION] != 0, value, torch.ones_like(value))
-        found.append(value.index_select(0, blocks.segment).unsqueeze(1))
-    return found[0], found[1]
+def block_rows(blocks: BlockMap, hyper: Tensor, rates: Tensor, advance: bool = False) -> Tensor:
+    """Scalars of every block, [blocks, 8]: beta1, 1-beta1, beta2, 1-beta2, eps, weight decay, both bias corrections.
+
+    Args:
+        blocks: the block map.
+        hyper: fp32 [segments, len(Hyper)].
+        rates: fp32 [segments, len(Rate)].
+        advance: count the step that is being taken in the corrections.
+    """
+    scalars = hyper[:, Hyper.BETA1 : Hyper.WEIGHT_DECAY + 1]
+    corrections = rates[:, Rate.CORRECTION1 : Rate.CORRECTION2 + 1]
+    if advance:
+        corrections = scalars[:, 0:4:2] * corrections + scalars[:, 1:4:2]
+    return torch.cat((scalars, corrections), 1).index_select(0, blocks.segment)
+
+
+def moments(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, row: Tensor, bias_correction: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New m and v, and the update u."""
+    beta1, one_minus_beta1, beta2, one_minus_beta2, _, weight_decay, _, _ = row.split(1, 1)
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * (g * g)
+    return m, v, direction(m, v, row, bias_correction) + weight_decay * p
+
+
+def direction(m: Tensor, v: Tensor, row: Tensor, bias_correction: bool) -> Tensor:
+    """m / (sqrt(v) + eps), m and v over their bias corrections first if there are any."""
+    _, _, _, _, eps, _, correction1, correction2 = row.split(1, 1)
+    if bias_correction:
+        m, v = m / correction1, v / correction2
+    return m / (root(v) + eps)
 
 
 def lamb_moments_reference(
@@ -45,25 +71,22 @@ def lamb_moments_reference(
     clip: Tensor,
     decision: Tensor,
     partials: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Twin of `lamb_moments`."""
-    shape = (blocks.blocks, blocks.block_elements)
     p = params.gather(blocks)
+    m, v = exp_avg.view(p.shape), exp_avg_sq.view(p.shape)
     g = grads.gather(blocks) * clip[Clip.GRAD_SCALE]
-    m, v = exp_avg.view(shape), exp_avg_sq.view(shape)
-    m_new = blocks.rows(hyper, Hyper.BETA1) * m + blocks.rows(hyper, Hyper.ONE_MINUS_BETA1) * g
-    v_new = blocks.rows(hyper, Hyper.BETA2) * v + blocks.rows(hyper, Hyper.ONE_MINUS_BETA2) * (g * g)
-    correction1, correction2 = corrections(blocks, hyper, rates, advance=True)
-    denominator = root(v_new / correction2) + blocks.rows(hyper, Hyper.EPS)
-    u = (m_new / correction1) / denominator + blocks.rows(hyper, Hyper.WEIGHT_DECAY) * p
-    commit(partials, torch.stack(((p * p).sum(1), (u * u).sum(1))), decision)
+    row = block_rows(blocks, hyper, rates, advance=True)
+    m_new, v_new, u = moments(p, g, m, v, row, bias_correction)
+    commit(partials, torch.stack((sum_of_squares(p), sum_of_squares(u))), decision)
     commit(m, m_new, decision)
     commit(v, v_new, decision)
 
 
-def trust_ratio_reference(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor) -> None:
-    """Twin of `trust_ratio`."""
-    p_norm, u_norm = blocks.sum(partials[0]).sqrt(), blocks.sum(partials[1]).sqrt()
+def trust_ratio(p_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
+    """The layer table after this step, from sums of squares per segment."""
+    p_norm, u_norm = p_squares.sqrt(), u_squares.sqrt()
     c = (p_norm / u_norm).clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF])
     one = torch.ones_like(c)
     c = torch.where((p_norm == 0) | (u_norm == 0), one, c)
@@ -78,7 +101,17 @@ def trust_ratio_reference(blocks: BlockMap, partials: Tensor, hyper: Tensor, rat
         new[:, column] = hyper[:, decay] * rates[:, column] + hyper[:, one_minus_decay] * value
     new[:, Rate.COEFF_USED] = c
     new[:, Rate.RATE] = hyper[:, Hyper.LR] * c
-    commit(rates, new, decision)
+    return new
+
+
+def trust_ratio_reference(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor) -> None:
+    """Twin of `trust_ratio`."""
+    commit(rates, trust_ratio(blocks.sum(partials[0]), blocks.sum(partials[1]), hyper, rates), decision)
+
+
+def apply(p: Tensor, m: Tensor, v: Tensor, row: Tensor, rate: Tensor, bias_correction: bool) -> Tensor:
+    """New p; rate is [blocks, 1]."""
+    return p - rate * (direction(m, v, row, bias_correction) + row[:, 5:6] * p)
 
 
 def lamb_apply_reference(
@@ -89,12 +122,11 @@ def lamb_apply_reference(
     hyper: Tensor,
     rates: Tensor,
     decision: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Twin of `lamb_apply`."""
-    shape = (blocks.blocks, blocks.block_elements)
     p = params.gather(blocks)
-    correction1, correction2 = corrections(blocks, hyper, rates, advance=False)
-    denominator = root(exp_avg_sq.view(shape) / correction2) + blocks.rows(hyper, Hyper.EPS)
-    u = (exp_avg.view(shape) / correction1) / denominator + blocks.rows(hyper, Hyper.WEIGHT_DECAY) * p
-    commit(p, p - blocks.rows(rates, Rate.RATE) * u, decision)
+    m, v = exp_avg.view(p.shape), exp_avg_sq.view(p.shape)
+    rate = blocks.rows(rates, Rate.RATE)
+    commit(p, apply(p, m, v, block_rows(blocks, hyper, rates), rate, bias_correction), decision)
     params.scatter(p, blocks)

@@ -10,14 +10,12 @@ from a dense tensor in the first compressed step. Elements whose x is negative z
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import (
     BETA1,
     GRAD_SCALE,
-    HEADER,
     HYPERS,
     ONE_MINUS_BETA1,
     RATES,
@@ -28,6 +26,7 @@ from .common import (
     block_of_messages,
     is_masked,
     keep_mask,
+    kernel,
     launch_constants,
     lazy_error,
     load_scale,
@@ -46,7 +45,7 @@ from .tables import FLAG_NONFINITE, BlockMap, TensorTable
 _FLAG_NONFINITE = tl.constexpr(FLAG_NONFINITE)
 
 
-@triton.jit
+@kernel
 def _compress_momentum_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, x_ptr, x_scale_ptr, old_messages_ptr, exp_avg_ptr, hyper_ptr,
     rates_ptr, clip_ptr, new_messages_ptr, partials_ptr, blocks, blocks_per_chunk, message_bytes,
@@ -93,7 +92,7 @@ def _compress_momentum_kernel(
     tl.store(partials_ptr + blocks + block, tl.sum(g_squares))
 
 
-@triton.jit
+@kernel
 def _seal_worker_kernel(
     partials_ptr, count_ptr, tag_ptr, messages_ptr, x_scale_ptr, blocks, message_bytes,
     RANKS: tl.constexpr, TILE: tl.constexpr,
@@ -113,10 +112,10 @@ def _seal_worker_kernel(
         message += message_bytes
 
 
-@triton.jit
+@kernel
 def _undo_momentum_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, x_ptr, x_scale_ptr, old_messages_ptr, exp_avg_ptr, hyper_ptr,
-    rates_ptr, clip_ptr, new_messages_ptr, decision_ptr, blocks_per_chunk, message_bytes,
+    rates_ptr, clip_ptr, decision_ptr, blocks_per_chunk, message_bytes,
     DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) == 0:
@@ -134,14 +133,9 @@ def _undo_momentum_kernel(
     if block == 0:
         tl.store(x_scale_ptr, 0.0)
     if not DENSE:
-        new_planes, new_message = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         old = tl.load(old_planes + j).to(tl.int32)
         m_scale = tl.div_rn(load_scale(old_message), scaling)
-        tl.store(new_planes + j, old.to(tl.uint8))
-        if block % blocks_per_chunk == 0:
-            head = tl.arange(0, HEADER)
-            tl.store(new_message + head, tl.load(old_message + head))
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
@@ -227,20 +221,19 @@ def undo_momentum(
     hyper: Tensor,
     rates: Tensor,
     clip: Tensor,
-    new_messages: Tensor,
     decision: Tensor,
 ) -> None:
-    """Take a skipped step back: x becomes the pending error with scale 0, the old momentum becomes the new one.
+    """Take a skipped step back: x becomes the pending error with scale 0. The momentum has not changed.
 
     Does nothing if the step was not skipped. Arguments as in `compress_momentum`; decision is int32 [len(Decision)].
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
-    ranks, message_bytes = new_messages.shape
+    ranks, message_bytes = old_messages.shape
     require_bucket(elements, device, x=x, exp_avg=exp_avg)
-    require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
+    require_messages(elements, device, old_messages=old_messages)
     _undo_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
-        x if exp_avg is None else exp_avg, hyper, rates, clip, new_messages, decision,
+        x if exp_avg is None else exp_avg, hyper, rates, clip, decision,
         blocks.blocks // ranks, message_bytes, exp_avg is not None, block, planes_at_once(),
         TRITON_DTYPES[grads.dtype], grads.aligned, **launch_constants(block),
     )  # fmt: skip

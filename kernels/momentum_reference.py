@@ -1,10 +1,11 @@
-"""Plain-torch twins of momentum.py."""
+"""Plain-torch twins of momentum.py. As in lamb_reference.py, the maths alone stands in functions of its own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .gradients_reference import sum_of_squares
 from .planes_reference import (
     block_planes,
     header,
@@ -24,20 +25,36 @@ def momentum_of_messages(blocks: BlockMap, messages: Tensor, rates: Tensor) -> T
     return unpack_planes(packed, scale / blocks.rows(rates, Rate.SCALING))
 
 
-def finite_gradient(grads: TensorTable, blocks: BlockMap, clip: Tensor) -> tuple[Tensor, Tensor]:
-    """Clipped gradient with elements whose square is not finite replaced by zero, and all squares; [blocks, B]."""
-    g = grads.gather(blocks) * clip[Clip.GRAD_SCALE]
+def momentum_rows(blocks: BlockMap, messages: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
+    """What `compensate` needs of every block, [blocks, 4]: beta1, its complement, s_j, and |m| in the messages."""
+    _, scale = block_planes(messages, blocks.block_elements)
+    scaling = blocks.rows(rates, Rate.SCALING)
+    return torch.cat((blocks.rows(hyper, Hyper.BETA1, Hyper.ONE_MINUS_BETA1), scaling, scale / scaling), 1)
+
+
+def finite_gradient(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient with elements whose square is not finite replaced by zero, and all squares."""
     squares = g * g
-    return torch.where(squares < float("inf"), g, torch.zeros_like(g)), squares
+    return torch.where(squares < float("inf"), g, 0.0), squares
 
 
-def scaled_momentum(
-    g: Tensor, blocks: BlockMap, messages: Tensor, exp_avg: Tensor | None, hyper: Tensor, rates: Tensor
-) -> Tensor:
-    """(b1 m + (1-b1) g) s_j, [blocks, B], the momentum read from messages or, if given, from exp_avg."""
-    m = momentum_of_messages(blocks, messages, rates) if exp_avg is None else exp_avg.view(g.shape)
-    update = blocks.rows(hyper, Hyper.BETA1) * m + blocks.rows(hyper, Hyper.ONE_MINUS_BETA1) * g
-    return update * blocks.rows(rates, Rate.SCALING)
+def scaled_momentum(g: Tensor, m: Tensor, row: Tensor) -> Tensor:
+    """(b1 m + (1-b1) g) s_j."""
+    beta1, one_minus_beta1, scaling, _ = row.split(1, 1)
+    return (beta1 * m + one_minus_beta1 * g) * scaling
+
+
+def compensate(g: Tensor, m: Tensor, x: Tensor, x_scale: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """New x, and sums of squares of x and g in every block."""
+    finite, squares = finite_gradient(g)
+    new = keep_mask(masked_zero(x), x, scaled_momentum(finite, m, row) + lazy_error(x, x_scale))
+    return new, sum_of_squares(new), squares.sum(1)
+
+
+def take_back(g: Tensor, m: Tensor, x: Tensor, row: Tensor) -> Tensor:
+    """x before this step's momentum came in: the pending error."""
+    finite, _ = finite_gradient(g)
+    return keep_mask(masked_zero(x), x, x - scaled_momentum(finite, m, row))
 
 
 def compress_momentum_reference(
@@ -54,14 +71,14 @@ def compress_momentum_reference(
     partials: Tensor,
 ) -> None:
     """Twin of `compress_momentum`."""
-    g, squares = finite_gradient(grads, blocks, clip)
-    old = x.view(g.shape)
-    new = scaled_momentum(g, blocks, old_messages, exp_avg, hyper, rates) + lazy_error(old, x_scale)
-    new = keep_mask(masked_zero(old), old, new)
+    g = grads.gather(blocks) * clip[Clip.GRAD_SCALE]
+    m = momentum_of_messages(blocks, old_messages, rates) if exp_avg is None else exp_avg.view(g.shape)
+    row = momentum_rows(blocks, old_messages, hyper, rates)
+    new, x_squares, g_squares = compensate(g, m, x.view(g.shape), x_scale, row)
     planes(new_messages).copy_(pack_planes(new).view(new_messages.shape[0], -1))
-    partials[0] = (new * new).sum(1)
-    partials[1] = squares.sum(1)
-    old.copy_(new)
+    partials[0] = x_squares
+    partials[1] = g_squares
+    x.copy_(new.view(-1))
 
 
 def seal_worker_reference(partials: Tensor, count: Tensor, tag: Tensor, messages: Tensor, x_scale: Tensor) -> None:
@@ -85,15 +102,12 @@ def undo_momentum_reference(
     hyper: Tensor,
     rates: Tensor,
     clip: Tensor,
-    new_messages: Tensor,
     decision: Tensor,
 ) -> None:
     """Twin of `undo_momentum`."""
     skip = decision[Decision.SKIP] != 0
-    g, _ = finite_gradient(grads, blocks, clip)
+    g = grads.gather(blocks) * clip[Clip.GRAD_SCALE]
+    m = momentum_of_messages(blocks, old_messages, rates) if exp_avg is None else exp_avg.view(g.shape)
     now = x.view(g.shape)
-    undone = now - scaled_momentum(g, blocks, old_messages, exp_avg, hyper, rates)
-    now.copy_(torch.where(skip, keep_mask(masked_zero(now), now, undone), now))
-    x_scale.copy_(torch.where(skip, torch.zeros_like(x_scale), x_scale))
-    if exp_avg is None:
-        new_messages.copy_(torch.where(skip, old_messages, new_messages))
+    now.copy_(torch.where(skip, take_back(g, m, now, momentum_rows(blocks, old_messages, hyper, rates)), now))
+    x_scale.copy_(torch.where(skip, 0.0, x_scale))

@@ -23,22 +23,26 @@ def planes(messages: Tensor) -> Tensor:
     return messages[:, HEADER_BYTES:]
 
 
-def pack_planes(x: Tensor) -> Tensor:
-    """Signs of x [blocks, B] as planes, uint8 [blocks, B/8]; zero, also negative zero, counts as positive."""
+def pack_planes(x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Signs of x [blocks, B] as planes, [blocks, B/8] bytes in any integer dtype; zero, also negative, is positive."""
     blocks, block_elements = x.shape
-    bits = (x >= 0).view(blocks, 8, block_elements // 8).to(torch.uint8)
-    out = bits[:, 0].clone()
+    bits = (x >= 0).view(blocks, 8, block_elements // 8).to(dtype)
+    out = bits[:, 0]
     for k in range(1, 8):
-        out |= bits[:, k] << k
+        out = out | (bits[:, k] << k)
     return out
 
 
-def unpack_planes(packed: Tensor, scale: Tensor) -> Tensor:
-    """Plus or minus scale, fp32 [blocks, B], from planes uint8 [blocks, B/8] and scale [blocks, 1]."""
+def plane_bits(packed: Tensor) -> Tensor:
+    """The bits of planes, bytes in any integer dtype [blocks, B/8], as bool [blocks, B]."""
     blocks, quarter = packed.shape
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(1, 8, 1)
-    positive = (packed.unsqueeze(1) >> shifts) & 1 != 0
-    return torch.where(positive.view(blocks, 8 * quarter), scale, -scale)
+    shifts = torch.arange(8, dtype=packed.dtype, device=packed.device).view(1, 8, 1)
+    return ((packed.unsqueeze(1) >> shifts) & 1 != 0).view(blocks, 8 * quarter)
+
+
+def unpack_planes(packed: Tensor, scale: Tensor) -> Tensor:
+    """Plus or minus scale, fp32 [blocks, B], from planes [blocks, B/8] and scale [blocks, 1]."""
+    return torch.where(plane_bits(packed), scale, -scale)
 
 
 def block_planes(messages: Tensor, block_elements: int) -> tuple[Tensor, Tensor]:
@@ -49,14 +53,19 @@ def block_planes(messages: Tensor, block_elements: int) -> tuple[Tensor, Tensor]
     return packed.reshape(-1, block_elements // 8), scale
 
 
+def sign(x: Tensor) -> Tensor:
+    """1 with the sign of x, -1 for a negative zero."""
+    return torch.copysign(torch.ones_like(x), x)
+
+
 def masked_zero(x: Tensor) -> Tensor:
     """Where x is negative zero: the mark of an element that never takes part (masked, or padding)."""
-    return (x == 0) & torch.signbit(x)
+    return (x == 0) & (sign(x) < 0)
 
 
 def lazy_error(x: Tensor, scale: Tensor) -> Tensor:
     """Error that is left of a compensated value x after it was sent as scale * sign(x); x is not a negative zero."""
-    return x - torch.copysign(scale, x)
+    return x - scale * sign(x)
 
 
 def keep_mask(masked: Tensor, old: Tensor, new: Tensor) -> Tensor:

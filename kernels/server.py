@@ -8,7 +8,6 @@ The sum runs in rank order; the error E is lazy, like the worker's.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from .common import (
     SKIP,
     is_masked,
     keep_mask,
+    kernel,
     launch_constants,
     lazy_error,
     load_scale,
@@ -30,7 +30,7 @@ from .common import (
 from .tables import HEADER_BYTES
 
 
-@triton.jit
+@kernel
 def _reduce_chunk_kernel(
     received_ptr, y_ptr, y_scale_ptr, decision_ptr, message_ptr, partials_ptr, message_bytes,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
@@ -63,7 +63,7 @@ def _reduce_chunk_kernel(
     tl.store(partials_ptr + block, tl.sum(squares))
 
 
-@triton.jit
+@kernel
 def _seal_server_kernel(
     partials_ptr, count_ptr, tag_ptr, decision_ptr, message_ptr, y_scale_ptr, blocks, TILE: tl.constexpr
 ):

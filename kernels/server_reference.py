@@ -1,12 +1,30 @@
-"""Plain-torch twins of server.py."""
+"""Plain-torch twins of server.py. As in lamb_reference.py, the maths alone stands in functions of its own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .gradients_reference import sum_of_squares
 from .lamb_reference import commit
 from .planes_reference import header, keep_mask, lazy_error, masked_zero, pack_planes, planes, unpack_planes
+
+
+def serve(received: Tensor, scales: Tensor, y: Tensor, y_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """New y, and its sum of squares in every block.
+
+    Args:
+        received: planes of every rank, [ranks, blocks, B/8], bytes in any integer dtype.
+        scales: fp32 [ranks], their scales; summed in rank order.
+        y: fp32 [blocks, B].
+        y_scale: fp32 [1].
+    """
+    total = torch.zeros_like(y)
+    for packed, scale in zip(received.unbind(0), scales.unbind(0), strict=True):
+        total = total + unpack_planes(packed, scale)
+    ranks = y.new_full((), received.shape[0])  # by a number, CUDA would multiply by the reciprocal
+    new = keep_mask(masked_zero(y), y, total / ranks + lazy_error(y, y_scale))
+    return new, sum_of_squares(new)
 
 
 def reduce_chunk_reference(
@@ -19,16 +37,11 @@ def reduce_chunk_reference(
     block_elements: int,
 ) -> None:
     """Twin of `reduce_chunk`."""
-    ranks = received.shape[0]
     old = y.view(-1, block_elements)
-    scale = header(received, 0)
-    total = torch.zeros_like(old)
-    for rank in range(ranks):
-        packed = planes(received)[rank].view(-1, block_elements // 8)
-        total += unpack_planes(packed, scale[rank].view(1, 1))
-    new = keep_mask(masked_zero(old), old, total / ranks + lazy_error(old, y_scale))
+    packed = planes(received).view(received.shape[0], -1, block_elements // 8)
+    new, squares = serve(packed, header(received, 0), old, y_scale)
     commit(planes(message.unsqueeze(0)), pack_planes(new).view(1, -1), decision)
-    commit(partials, (new * new).sum(1), decision)
+    commit(partials, squares, decision)
     commit(old, new, decision)
 
 

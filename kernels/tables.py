@@ -38,8 +38,7 @@ class Hyper(IntEnum):
     FACTOR_MAX = 12
     THRESHOLD_LOW = 13  # 1 - factor_threshold
     THRESHOLD_HIGH = 14  # 1 + factor_threshold
-    BIAS_CORRECTION = 15  # 1 or 0
-    COEFF_BIAS_CORRECTION = 16  # 1 or 0
+    COEFF_BIAS_CORRECTION = 15  # 1 or 0
 
 
 class Rate(IntEnum):
@@ -112,9 +111,9 @@ class BlockMap:
         """Number of parameter tensors in the bucket."""
         return len(self.sizes)
 
-    def rows(self, table: Tensor, column: int) -> Tensor:
-        """Column of a per-segment table spread over the blocks, [blocks, 1]; for the twins."""
-        return table[:, column].index_select(0, self.segment).unsqueeze(1)
+    def rows(self, table: Tensor, *columns: int) -> Tensor:
+        """Columns of a per-segment table spread over the blocks, [blocks, columns]; for the twins."""
+        return table[:, columns].index_select(0, self.segment)
 
     def sum(self, partials: Tensor) -> Tensor:
         """Sum of one value per block over each segment, [segments], in block order; for the twins."""
@@ -139,20 +138,30 @@ class TensorTable:
         addresses: int64 [segments] on the device; 0 stands for a missing tensor, which reads as zeros.
         dtype: element type of all tensors.
         aligned: whether every address is a multiple of 16 bytes.
+        tensors: what it points at, while it does.
     """
 
     def __init__(self, segments: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.aligned = True
         self.addresses = torch.zeros(segments, dtype=torch.int64, device=device)
-        self._tensors: list[Tensor | None] = [None] * segments
+        self.tensors: list[Tensor | None] = [None] * segments
         self._host: list[int] = [0] * segments
 
     def set(self, tensors: Sequence[Tensor | None]) -> None:
-        """Point the table at dense tensors (or None), one per segment; keeps them alive until `release`."""
-        self._tensors = list(tensors)
+        """Point the table at dense tensors (or None), one per segment; keeps them alive until `release`.
+
+        Raises:
+            RuntimeError: if addresses changed while a CUDA graph is captured, which would repeat the old ones.
+        """
+        self.tensors = list(tensors)
         host = [0 if t is None else t.data_ptr() for t in tensors]
         if host != self._host:
+            if self.addresses.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "A CUDA graph needs parameters and gradients that stay where they are: take one step with them "
+                    "before the capture, keep zero_grad(set_to_none=False), and let backward write in place."
+                )
             self._host = host
             self.aligned = all(address % 16 == 0 for address in host)
             staged = torch.tensor(host, dtype=torch.int64, pin_memory=self.addresses.is_cuda)
@@ -160,12 +169,12 @@ class TensorTable:
 
     def release(self) -> None:
         """Let go of the tensors; the table is of no use until the next `set`."""
-        self._tensors = []
+        self.tensors = []
 
     def gather(self, blocks: BlockMap) -> Tensor:
         """Copy of all tensors as fp32 [blocks, block_elements], zeros in the padding; for the twins."""
         out = torch.zeros(blocks.blocks * blocks.block_elements, dtype=torch.float32, device=self.addresses.device)
-        for tensor, start, size in zip(self._tensors, blocks.starts, blocks.sizes, strict=True):
+        for tensor, start, size in zip(self.tensors, blocks.starts, blocks.sizes, strict=True):
             if tensor is not None:
                 out[start : start + size].copy_(flat(tensor))
         return out.view(blocks.blocks, blocks.block_elements)
@@ -173,6 +182,6 @@ class TensorTable:
     def scatter(self, values: Tensor, blocks: BlockMap) -> None:
         """Write fp32 [blocks, block_elements] back to the tensors, rounded to their dtype; for the twins."""
         values = values.view(-1)
-        for tensor, start, size in zip(self._tensors, blocks.starts, blocks.sizes, strict=True):
+        for tensor, start, size in zip(self.tensors, blocks.starts, blocks.sizes, strict=True):
             if tensor is not None:
                 flat(tensor).copy_(values[start : start + size])

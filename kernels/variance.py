@@ -11,7 +11,6 @@ stored negated, so that nothing of it is lost.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from .common import (
     FACTOR_MAX,
     FACTOR_MIN,
     GRAD_SCALE,
+    HEADER,
     HYPERS,
     LR,
     ONE_MINUS_BETA1,
@@ -43,6 +43,9 @@ from .common import (
     TRITON_DTYPES,
     WEIGHT_DECAY,
     block_of_messages,
+    corrected,
+    kernel,
+    last_block_first,
     launch_constants,
     load_corrections,
     load_scale,
@@ -60,11 +63,11 @@ from .common import (
 from .tables import BlockMap, TensorTable
 
 
-@triton.jit
+@kernel
 def _fresh_variance_kernel(
     param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
     exp_avg_sq_ptr, exp_avg_sq_fresh_ptr, hyper_ptr, rates_ptr, clip_ptr, decision_ptr, partials_ptr,
-    blocks, blocks_per_chunk, message_bytes,
+    blocks, blocks_per_chunk, message_bytes, BIAS_CORRECTION: tl.constexpr,
     OLD_DENSE: tl.constexpr, NEW_DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -82,17 +85,22 @@ def _fresh_variance_kernel(
     param = tl.load(param_ptr + segment)
     PLANE: tl.constexpr = BLOCK // 8
     j = tl.arange(0, PLANE)[None, :]
-    if not OLD_DENSE:
-        old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
-        old = tl.load(old_planes + j).to(tl.int32)
-        old_scale = tl.div_rn(load_scale(old_message), scaling)
     if NEW_DENSE:
         grad = tl.load(grad_ptr + segment)
         grad_scale = tl.load(clip_ptr + GRAD_SCALE)
     else:
+        old_planes, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         new_planes, new_message = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         new = tl.load(new_planes + j).to(tl.int32)
         new_scale = tl.div_rn(load_scale(new_message), scaling)
+        direction_scale = corrected(new_scale, correction1, BIAS_CORRECTION)
+        if not OLD_DENSE:
+            changed = tl.load(old_planes + j).to(tl.int32) ^ new
+            old_scale = beta1 * tl.div_rn(load_scale(old_message), scaling)
+            g_kept = tl.div_rn(new_scale - old_scale, one_minus_beta1)
+            g_changed = tl.div_rn(new_scale + old_scale, one_minus_beta1)
+            g_kept, g_changed = g_kept * g_kept, g_changed * g_changed
+        tl.store(old_planes + j, new.to(tl.uint8))
     factor = tl.zeros([1, PLANE], tl.float32)
     direction_squares = tl.zeros([1, PLANE], tl.float32)
     u_squares = tl.zeros([1, PLANE], tl.float32)
@@ -103,25 +111,28 @@ def _fresh_variance_kernel(
         v = tl.load(exp_avg_sq_ptr + at)
         v_fresh = tl.load(exp_avg_sq_fresh_ptr + at)
         part = v > 0
-        if OLD_DENSE:
-            m_old = tl.load(exp_avg_ptr + at)
-        else:
-            m_old = signed(old, k, old_scale)
         if NEW_DENSE:
             g = load_segment(grad, offset, i, remaining, BLOCK, GRAD_DTYPE, GRAD_ALIGNED) * grad_scale
-            g = tl.where(g * g < float("inf"), g, 0.0)
-            m = tl.where(part, beta1 * m_old + one_minus_beta1 * g, 0.0)
+            squares = g * g
+            finite = squares < float("inf")
+            g, squares = tl.where(finite, g, 0.0), tl.where(finite, squares, 0.0)
+            m = tl.where(part, beta1 * tl.load(exp_avg_ptr + at) + one_minus_beta1 * g, 0.0)
             tl.store(exp_avg_ptr + at, m)
+            direction = corrected(m, correction1, BIAS_CORRECTION)
         else:
-            m = tl.where(part, signed(new, k, new_scale), 0.0)
-            g = tl.div_rn(m - beta1 * m_old, one_minus_beta1)
-        fresh = tl.where(part, beta2 * v_fresh + one_minus_beta2 * (g * g), v_fresh)
+            direction = signed(new, k, direction_scale)
+            if OLD_DENSE:
+                g = tl.div_rn(signed(new, k, new_scale) - beta1 * tl.load(exp_avg_ptr + at), one_minus_beta1)
+                squares = g * g
+            else:
+                squares = tl.where(((changed >> k) & 1) != 0, g_changed, g_kept)
+        fresh = tl.where(part, beta2 * v_fresh + one_minus_beta2 * squares, v_fresh)
         tl.store(exp_avg_sq_fresh_ptr + at, fresh)
-        denominator = tl.sqrt_rn(tl.div_rn(tl.abs(v), correction2)) + eps
-        fresh_denominator = tl.sqrt_rn(tl.div_rn(tl.abs(fresh), correction2)) + eps
+        denominator = tl.sqrt_rn(corrected(tl.abs(v), correction2, BIAS_CORRECTION)) + eps
+        fresh_denominator = tl.sqrt_rn(corrected(tl.abs(fresh), correction2, BIAS_CORRECTION)) + eps
         ratio = tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0)
         factor = tl.maximum(factor, tl.max(ratio, axis=0, keep_dims=True))
-        direction = tl.where(part, tl.div_rn(tl.div_rn(m, correction1), denominator), 0.0)
+        direction = tl.where(part, tl.div_rn(direction, denominator), 0.0)
         u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
         direction_squares += tl.sum(direction * direction, axis=0, keep_dims=True)
         u_squares += tl.sum(u * u, axis=0, keep_dims=True)
@@ -130,7 +141,7 @@ def _fresh_variance_kernel(
     tl.store(partials_ptr + 2 * blocks + block, tl.sum(u_squares))
 
 
-@triton.jit
+@kernel
 def _soft_threshold_rate_kernel(
     first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks, TILE: tl.constexpr
 ):
@@ -159,15 +170,16 @@ def _soft_threshold_rate_kernel(
     tl.store(rates + RATE, tl.load(hyper + LR) * (coeff * factor))
 
 
-@triton.jit
+@kernel
 def _compressed_apply_kernel(
-    param_ptr, segment_ptr, first_block_ptr, numel_ptr, messages_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr,
-    rates_ptr, decision_ptr, blocks_per_chunk, message_bytes,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    param_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
+    exp_avg_sq_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks_per_chunk, message_bytes,
+    BIAS_CORRECTION: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
-    block = tl.program_id(0).to(tl.int64)
+    block = last_block_first()
     segment, offset, remaining = segment_of_block(segment_ptr, first_block_ptr, numel_ptr, block, BLOCK)
     hyper = hyper_ptr + segment * HYPERS
     rates = rates_ptr + segment * RATES
@@ -177,20 +189,24 @@ def _compressed_apply_kernel(
     PLANE: tl.constexpr = BLOCK // 8
     j = tl.arange(0, PLANE)[None, :]
     if not DENSE:
-        planes, message = block_of_messages(messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
+        planes, message = block_of_messages(new_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
         signs = tl.load(planes + j).to(tl.int32)
-        m_scale = tl.div_rn(load_scale(message), tl.load(rates + SCALING))
+        m_scale = corrected(tl.div_rn(load_scale(message), tl.load(rates + SCALING)), correction1, BIAS_CORRECTION)
+        if block % blocks_per_chunk == 0:
+            head = tl.arange(0, HEADER)
+            _, old_message = block_of_messages(old_messages_ptr, block, blocks_per_chunk, message_bytes, BLOCK)
+            tl.store(old_message + head, tl.load(message + head))
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
         p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
         v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
         if DENSE:
-            m = tl.load(exp_avg_ptr + block * BLOCK + i)
+            m = corrected(tl.load(exp_avg_ptr + block * BLOCK + i), correction1, BIAS_CORRECTION)
         else:
             m = signed(signs, k, m_scale)
-        denominator = tl.sqrt_rn(tl.div_rn(tl.abs(v), correction2)) + eps
-        u = tl.where(v > 0, tl.div_rn(tl.div_rn(m, correction1), denominator), 0.0) + weight_decay * p
+        denominator = tl.sqrt_rn(corrected(tl.abs(v), correction2, BIAS_CORRECTION)) + eps
+        u = tl.where(v > 0, tl.div_rn(m, denominator), 0.0) + weight_decay * p
         store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
 
 
@@ -208,18 +224,20 @@ def fresh_variance(
     clip: Tensor,
     decision: Tensor,
     partials: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Move v' by the reconstructed gradient and reduce every block to max ratio, |up|^2 and |u|^2.
 
-    The old momentum is read from old_messages or, if given, from exp_avg. The new one is read from new_messages or,
-    if gradients are given (one process, nothing compressed), formed from them and written to exp_avg.
+    The old momentum is read from old_messages or, if given, from exp_avg. The new one is read from new_messages, whose
+    planes become those of old_messages, or, if gradients are given (one process, nothing compressed), formed from
+    them and written to exp_avg. Where both are bits, g~^2 takes two values in a block: the sign changed, or not.
 
     Args:
         params: parameters of the bucket's segments, read.
         grads: None, or this process's gradients.
         blocks: the bucket's block map.
-        old_messages: uint8 [ranks, message bytes], what the last exchange left.
-        new_messages: likewise of this step's exchange.
+        old_messages: uint8 [ranks, message bytes], what the last exchange left; planes overwritten.
+        new_messages: likewise of this step's exchange, read.
         exp_avg: None, or the dense momentum fp32 [blocks * block_elements].
         exp_avg_sq: fp32 [blocks * block_elements], frozen; not positive where masked.
         exp_avg_sq_fresh: likewise, updated.
@@ -228,20 +246,19 @@ def fresh_variance(
         clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
         decision: int32 [len(Decision)]; nothing changes if it says skip.
         partials: fp32 [3, blocks], overwritten.
+        bias_correction: whether m and v are divided by 1 - beta^k, k steps of warmup.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = new_messages.shape
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_sq_fresh=exp_avg_sq_fresh)
-    if exp_avg is None:
-        require_messages(elements, device, old_messages=old_messages)
     if grads is None:
-        require_messages(elements, device, new_messages=new_messages)
+        require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
     require("partials", partials, torch.float32, 3 * blocks.blocks, device)
     source = params if grads is None else grads
     _fresh_variance_kernel[(blocks.blocks,)](
         params.addresses, source.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages,
         new_messages, exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip,
-        decision, partials, blocks.blocks, blocks.blocks // ranks, message_bytes, exp_avg is not None,
+        decision, partials, blocks.blocks, blocks.blocks // ranks, message_bytes, bias_correction, exp_avg is not None,
         grads is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype], TRITON_DTYPES[source.dtype],
         params.aligned, source.aligned, **launch_constants(block),
     )  # fmt: skip
@@ -267,33 +284,40 @@ def soft_threshold_rate(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates
 def compressed_apply(
     params: TensorTable,
     blocks: BlockMap,
-    messages: Tensor,
+    old_messages: Tensor,
+    new_messages: Tensor,
     exp_avg: Tensor | None,
     exp_avg_sq: Tensor,
     hyper: Tensor,
     rates: Tensor,
     decision: Tensor,
+    bias_correction: bool,
 ) -> None:
     """p -= rate u, the momentum read from messages or, if given, from exp_avg; rounded to the parameter's dtype.
+
+    Walks backwards. The headers of new_messages become those of old_messages, which so hold this step's momentum:
+    not before all of the bucket's variance passes, which read the old ones.
 
     Args:
         params: parameters of the bucket's segments, updated in place; masked elements move by weight decay alone.
         blocks: the bucket's block map.
-        messages: uint8 [ranks, message bytes], what this step's exchange left.
+        old_messages: uint8 [ranks, message bytes]; headers overwritten.
+        new_messages: uint8 [ranks, message bytes], what this step's exchange left.
         exp_avg: None, or the dense momentum fp32 [blocks * block_elements].
         exp_avg_sq: fp32 [blocks * block_elements], frozen; not positive where masked.
         hyper: fp32 [segments, len(Hyper)].
         rates: fp32 [segments, len(Rate)], with the rates that `soft_threshold_rate` wrote.
         decision: int32 [len(Decision)].
+        bias_correction: whether m and v are divided by 1 - beta^k, k steps of warmup.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
-    ranks, message_bytes = messages.shape
+    ranks, message_bytes = new_messages.shape
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if exp_avg is None:
-        require_messages(elements, device, messages=messages)
+        require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
     _compressed_apply_kernel[(blocks.blocks,)](
-        params.addresses, blocks.segment, blocks.first_block, blocks.numel, messages,
+        params.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages, new_messages,
         exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, hyper, rates, decision, blocks.blocks // ranks,
-        message_bytes, exp_avg is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype], params.aligned,
-        **launch_constants(block),
+        message_bytes, bias_correction, exp_avg is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype],
+        params.aligned, **launch_constants(block),
     )  # fmt: skip

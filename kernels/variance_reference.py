@@ -1,13 +1,65 @@
-"""Plain-torch twins of variance.py."""
+"""Plain-torch twins of variance.py. As in lamb_reference.py, the maths alone stands in functions of its own.
+
+Its momentum is the direction's numerator: m over its bias correction, if there is one.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .lamb_reference import commit, corrections, root
+from .gradients_reference import sum_of_squares
+from .lamb_reference import block_rows, commit, root
 from .momentum_reference import finite_gradient, momentum_of_messages
-from .tables import BlockMap, Hyper, Rate, TensorTable
+from .planes_reference import block_planes, plane_bits, planes
+from .tables import HEADER_BYTES, BlockMap, Clip, Hyper, Rate, TensorTable
+
+
+def exchange_rows(
+    blocks: BlockMap, old_messages: Tensor, new_messages: Tensor, hyper: Tensor, rates: Tensor, bias_correction: bool
+) -> Tensor:
+    """What two exchanges say of every block, [blocks, 3]: g~^2 where the sign stayed, where it changed, and |m|."""
+    scaling = blocks.rows(rates, Rate.SCALING)
+    beta1, one_minus_beta1 = blocks.rows(hyper, Hyper.BETA1, Hyper.ONE_MINUS_BETA1).split(1, 1)
+    old, new = (block_planes(m, blocks.block_elements)[1] / scaling for m in (old_messages, new_messages))
+    stayed, changed = ((new - beta1 * old) / one_minus_beta1, (new + beta1 * old) / one_minus_beta1)
+    m = new / blocks.rows(rates, Rate.CORRECTION1) if bias_correction else new
+    return torch.cat((stayed * stayed, changed * changed, m), 1)
+
+
+def denominator(v: Tensor, row: Tensor, bias_correction: bool) -> Tensor:
+    """sqrt(|v|) + eps; v is negative where the user masked it."""
+    v = v.abs()
+    return root(v / row[:, 7:8] if bias_correction else v) + row[:, 4:5]
+
+
+def dense_momentum(g: Tensor, m: Tensor, v: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """g^2 and new m of one process."""
+    g, _ = finite_gradient(g)
+    return g * g, torch.where(v > 0, row[:, 0:1] * m + row[:, 1:2] * g, 0.0)
+
+
+def fresh(g_squares: Tensor, v: Tensor, v_fresh: Tensor, row: Tensor) -> Tensor:
+    """New v'."""
+    return torch.where(v > 0, row[:, 2:3] * v_fresh + row[:, 3:4] * g_squares, v_fresh)
+
+
+def layer_sums(
+    p: Tensor, m: Tensor, v: Tensor, v_fresh: Tensor, row: Tensor, bias_correction: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The update u; of every block the largest ratio, and the sums of squares of up and u."""
+    part = v > 0
+    below = denominator(v, row, bias_correction)
+    ratio = torch.where(part, below / denominator(v_fresh, row, bias_correction), 0.0)
+    up = torch.where(part, m / below, 0.0)
+    u = up + row[:, 5:6] * p
+    return u, ratio.amax(1), sum_of_squares(up), sum_of_squares(u)
+
+
+def move(p: Tensor, m: Tensor, v: Tensor, row: Tensor, rate: Tensor, bias_correction: bool) -> Tensor:
+    """New p; elements that take no part move by weight decay alone. rate is [blocks, 1]."""
+    up = torch.where(v > 0, m / denominator(v, row, bias_correction), 0.0)
+    return p - rate * (up + row[:, 5:6] * p)
 
 
 def fresh_variance_reference(
@@ -24,42 +76,43 @@ def fresh_variance_reference(
     clip: Tensor,
     decision: Tensor,
     partials: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Twin of `fresh_variance`."""
-    shape = (blocks.blocks, blocks.block_elements)
-    v, v_fresh = exp_avg_sq.view(shape), exp_avg_sq_fresh.view(shape)
     p = params.gather(blocks)
-    part = v > 0
-    zero = torch.zeros_like(v)
-    beta1, one_minus_beta1 = blocks.rows(hyper, Hyper.BETA1), blocks.rows(hyper, Hyper.ONE_MINUS_BETA1)
-    m_old = momentum_of_messages(blocks, old_messages, rates) if exp_avg is None else exp_avg.view(shape)
-    if grads is None:
-        m = torch.where(part, momentum_of_messages(blocks, new_messages, rates), zero)
-        g = (m - beta1 * m_old) / one_minus_beta1
-    else:
-        g, _ = finite_gradient(grads, blocks, clip)
-        m = torch.where(part, beta1 * m_old + one_minus_beta1 * g, zero)
-    fresh = blocks.rows(hyper, Hyper.BETA2) * v_fresh + blocks.rows(hyper, Hyper.ONE_MINUS_BETA2) * (g * g)
-    fresh = torch.where(part, fresh, v_fresh)
-    eps = blocks.rows(hyper, Hyper.EPS)
-    correction1, correction2 = corrections(blocks, hyper, rates, advance=False)
-    denominator = root(v.abs() / correction2) + eps
-    ratio = torch.where(part, denominator / (root(fresh.abs() / correction2) + eps), zero)
-    direction = torch.where(part, (m / correction1) / denominator, zero)
-    u = direction + blocks.rows(hyper, Hyper.WEIGHT_DECAY) * p
-    sums = torch.stack((ratio.amax(1), (direction * direction).sum(1), (u * u).sum(1)))
-    commit(partials, sums, decision)
-    commit(v_fresh, fresh, decision)
+    v, v_fresh = exp_avg_sq.view(p.shape), exp_avg_sq_fresh.view(p.shape)
+    rows = block_rows(blocks, hyper, rates)
     if grads is not None:
-        commit(m_old, m, decision)
+        assert exp_avg is not None
+        m_old, g = exp_avg.view(p.shape), grads.gather(blocks) * clip[Clip.GRAD_SCALE]
+        squares, m_new = dense_momentum(g, m_old, v, rows)
+        m = m_new / rows[:, 6:7] if bias_correction else m_new
+    else:
+        row = exchange_rows(blocks, old_messages, new_messages, hyper, rates, bias_correction)
+        old, new = (block_planes(messages, blocks.block_elements)[0] for messages in (old_messages, new_messages))
+        squares, m = decode(old, new, row)
+        if exp_avg is not None:
+            m_new = momentum_of_messages(blocks, new_messages, rates)
+            squares = ((m_new - rows[:, 0:1] * exp_avg.view(p.shape)) / rows[:, 1:2]).square()
+    new = fresh(squares, v, v_fresh, rows)
+    _, *sums = layer_sums(p, m, v, new, rows, bias_correction)
+    commit(partials, torch.stack(sums), decision)
+    commit(v_fresh, new, decision)
+    if grads is not None:
+        commit(m_old, m_new, decision)
+    else:
+        commit(planes(old_messages), planes(new_messages), decision)
 
 
-def soft_threshold_rate_reference(
-    blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor
-) -> None:
-    """Twin of `soft_threshold_rate`."""
-    factor = blocks.max(partials[0])
-    direction_norm, u_norm = blocks.sum(partials[1]).sqrt(), blocks.sum(partials[2]).sqrt()
+def decode(old: Tensor, new: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """g~^2 and m of every element from planes, bytes in any integer dtype [blocks, B/8], and `exchange_rows`."""
+    stayed, changed, m = row.split(1, 1)
+    return torch.where(plane_bits(old ^ new), changed, stayed), torch.where(plane_bits(new), m, -m)
+
+
+def soft_threshold_rate(factor: Tensor, up_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
+    """The layer table after this step, from the largest ratio and sums of squares of every segment."""
+    direction_norm, u_norm = up_squares.sqrt(), u_squares.sqrt()
     one = torch.ones_like(factor)
     share = torch.where(u_norm > 0, (direction_norm / u_norm).minimum(one), one)
     factor = torch.where(hyper[:, Hyper.WEIGHT_DECAY] > 0, factor * share + one - share, factor)
@@ -74,26 +127,36 @@ def soft_threshold_rate_reference(
     new[:, Rate.FACTOR] = factor
     new[:, Rate.COEFF_USED] = coeff * factor
     new[:, Rate.RATE] = hyper[:, Hyper.LR] * (coeff * factor)
-    commit(rates, new, decision)
+    return new
+
+
+def soft_threshold_rate_reference(
+    blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor
+) -> None:
+    """Twin of `soft_threshold_rate`."""
+    per_segment = blocks.max(partials[0]), blocks.sum(partials[1]), blocks.sum(partials[2])
+    commit(rates, soft_threshold_rate(*per_segment, hyper, rates), decision)
 
 
 def compressed_apply_reference(
     params: TensorTable,
     blocks: BlockMap,
-    messages: Tensor,
+    old_messages: Tensor,
+    new_messages: Tensor,
     exp_avg: Tensor | None,
     exp_avg_sq: Tensor,
     hyper: Tensor,
     rates: Tensor,
     decision: Tensor,
+    bias_correction: bool,
 ) -> None:
     """Twin of `compressed_apply`."""
-    v = exp_avg_sq.view(blocks.blocks, blocks.block_elements)
     p = params.gather(blocks)
-    m = momentum_of_messages(blocks, messages, rates) if exp_avg is None else exp_avg.view(v.shape)
-    correction1, correction2 = corrections(blocks, hyper, rates, advance=False)
-    denominator = root(v.abs() / correction2) + blocks.rows(hyper, Hyper.EPS)
-    direction = torch.where(v > 0, (m / correction1) / denominator, torch.zeros_like(v))
-    u = direction + blocks.rows(hyper, Hyper.WEIGHT_DECAY) * p
-    commit(p, p - blocks.rows(rates, Rate.RATE) * u, decision)
+    m = momentum_of_messages(blocks, new_messages, rates) if exp_avg is None else exp_avg.view(p.shape)
+    row, rate = block_rows(blocks, hyper, rates), blocks.rows(rates, Rate.RATE)
+    if bias_correction:
+        m = m / row[:, 6:7]
+    commit(p, move(p, m, exp_avg_sq.view(p.shape), row, rate, bias_correction), decision)
     params.scatter(p, blocks)
+    if exp_avg is None:
+        commit(old_messages[:, :HEADER_BYTES], new_messages[:, :HEADER_BYTES], decision)

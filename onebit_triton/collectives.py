@@ -161,8 +161,9 @@ class Communicator:
 class CompressedAllReduce:
     """Mean of sign-compressed buckets over a process group: all-to-all, then all-gather, one message a rank each.
 
-    Buffers are allocated once. For each bucket there are two sets of messages: `old` holds what the last exchange left
-    (it is the momentum), `new` is packed, sent, and then receives what this exchange leaves.
+    Buffers are allocated once and stay where they are, so that a step can be captured in a CUDA graph. For each bucket
+    there are two sets of messages: `messages` are packed, sent, and then overwritten by what the exchange leaves;
+    `momentum` is a copy of that, made by the passes unless the step is skipped.
 
     Args:
         communicator: the group.
@@ -171,7 +172,7 @@ class CompressedAllReduce:
         device: where the buffers live.
 
     Attributes:
-        old, new: uint8 [ranks, message bytes] per bucket.
+        momentum, messages: uint8 [ranks, message bytes] per bucket.
         received: likewise, message i from rank i.
         server: uint8 [message bytes] per bucket, this rank's chunk for everybody.
         received_flat: uint8, all buckets' `received`.
@@ -189,16 +190,16 @@ class CompressedAllReduce:
             starts.append(end)
             end += -(-ranks * size // 16) * 16
 
-        def messages() -> tuple[Tensor, list[Tensor]]:
+        def allocate() -> tuple[Tensor, list[Tensor]]:
             buffer = torch.zeros(end, dtype=torch.uint8, device=device)
             return buffer, [
                 buffer[start : start + ranks * size].view(ranks, size)
                 for start, size in zip(starts, message_bytes, strict=True)
             ]
 
-        self._old_flat, self.old = messages()
-        self._new_flat, self.new = messages()
-        self.received_flat, self.received = messages()
+        self._momentum_flat, self.momentum = allocate()
+        self._messages_flat, self.messages = allocate()
+        self.received_flat, self.received = allocate()
         self.server = [torch.zeros(size, dtype=torch.uint8, device=device) for size in message_bytes]
         offsets = [[start + r * size for r in range(ranks)] for start, size in zip(starts, message_bytes, strict=True)]
         self.headers = torch.tensor(offsets, dtype=torch.int64).view(-1, ranks).to(device)
@@ -206,17 +207,12 @@ class CompressedAllReduce:
         self.tags = torch.tensor(tags, dtype=torch.int32).to(device)
 
     def send_to_servers(self, bucket: int) -> Work:
-        """Start the first exchange of a bucket: every rank receives its chunk of everybody's `new`."""
-        return self.communicator.all_to_all(self.received[bucket], self.new[bucket])
+        """Start the first exchange of a bucket: every rank receives its chunk of everybody's `messages`."""
+        return self.communicator.all_to_all(self.received[bucket], self.messages[bucket])
 
     def send_to_workers(self, bucket: int) -> Work:
-        """Start the second exchange of a bucket: everybody receives every server's message in `new`."""
-        return self.communicator.all_gather(self.new[bucket], self.server[bucket])
-
-    def flip(self) -> None:
-        """End a step: what was received becomes the old momentum."""
-        self.old, self.new = self.new, self.old
-        self._old_flat, self._new_flat = self._new_flat, self._old_flat
+        """Start the second exchange of a bucket: everybody receives every server's message in `messages`."""
+        return self.communicator.all_gather(self.messages[bucket], self.server[bucket])
 
     @property
     def step_bytes(self) -> int:
@@ -225,4 +221,4 @@ class CompressedAllReduce:
 
     def held(self) -> list[Tensor]:
         """Every buffer, for counting memory."""
-        return [self._old_flat, self._new_flat, self.received_flat, *self.server]
+        return [self._momentum_flat, self._messages_flat, self.received_flat, *self.server]

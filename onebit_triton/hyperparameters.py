@@ -17,29 +17,32 @@ class HyperTable:
     Args:
         replica: whose table.
         groups: index of the param group of each segment, in segment order.
-        bias_correction, coeff_bias_correction: options of the whole optimizer.
+        coeff_bias_correction: option of the whole optimizer.
     """
 
-    def __init__(self, replica: Replica, groups: list[int], bias_correction: bool, coeff_bias_correction: bool) -> None:
+    def __init__(self, replica: Replica, groups: list[int], coeff_bias_correction: bool) -> None:
         self._replica = replica
         self._groups = groups
-        self._flags = [float(bias_correction), float(coeff_bias_correction)]
+        self._flags = [float(coeff_bias_correction)]
         self._parameters = [p for bucket in replica.buckets for p in bucket.parameters]
-        self._rows_of_group = {
-            group: torch.tensor([row for row, g in enumerate(groups) if g == group], device=replica.device)
-            for group in set(groups)
-        }
         self._written: object = None
+        # For rates that are tensors on the device: nothing may be allocated where a CUDA graph is captured.
+        self._group_of_segment = torch.tensor(groups, dtype=torch.int64, device=replica.device)
+        self._lr_of_group = torch.ones(max(groups, default=0) + 1, dtype=torch.float32, device=replica.device)
+        self._lr_of_segment = torch.ones(len(groups), dtype=torch.float32, device=replica.device)
+        self._host_lr = torch.ones_like(self._lr_of_segment)
 
     def refresh(self, param_groups: list[dict[str, Any]]) -> None:
         """Bring the table up to date, without synchronising.
 
-        A frozen parameter (requires_grad False) gets rate 0. An lr that is a tensor on the device is copied there.
+        A frozen parameter (requires_grad False) gets rate 0. An lr that is a tensor on the device is copied there, by
+        operations that a CUDA graph repeats.
         """
         group_rows = [_row(group) + self._flags for group in param_groups]
         moving = [parameter.requires_grad for parameter in self._parameters]
         device_lr = any(_on_device(group["lr"]) for group in param_groups)
-        if moving and (self._written != (group_rows, moving) or device_lr):
+        lr = self._replica.hyper[:, Hyper.LR]
+        if moving and self._written != (group_rows, moving):
             self._written = (group_rows, moving)
             rows = [
                 group_rows[group] if moves else [0.0, *group_rows[group][1:]]
@@ -49,12 +52,13 @@ class HyperTable:
             if self._replica.device.type == "cuda":
                 staged = staged.pin_memory()
             self._replica.hyper.copy_(staged, non_blocking=True)
-        if device_lr:
-            lr = self._replica.hyper[:, Hyper.LR]
-            for index, selected in self._rows_of_group.items():
-                if _on_device(param_groups[index]["lr"]):
-                    value = param_groups[index]["lr"].to(lr.dtype).view(1).expand(selected.numel())
-                    lr.index_copy_(0, selected, lr.index_select(0, selected) * value)
+            self._host_lr.copy_(lr)
+        if moving and device_lr:
+            for index, group in enumerate(param_groups):
+                if _on_device(group["lr"]) and index < self._lr_of_group.numel():
+                    self._lr_of_group[index : index + 1].copy_(group["lr"].view(1))
+            torch.index_select(self._lr_of_group, 0, self._group_of_segment, out=self._lr_of_segment)
+            torch.mul(self._host_lr, self._lr_of_segment, out=lr)
 
 
 def _on_device(lr: float | Tensor) -> bool:

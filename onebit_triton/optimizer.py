@@ -77,6 +77,7 @@ class OneBitLamb(Optimizer):
     """
 
     _built = False
+    _replayed = False
     _replica: Replica
     _stage: Warmup | Uncompressed | Compression
 
@@ -199,13 +200,13 @@ class OneBitLamb(Optimizer):
         previous = self._replica if self._built and not fresh else None
         self._replica = Replica(
             layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
-            parameters[0].device,
+            self._flags["bias_correction"], parameters[0].device,
         )  # fmt: skip
         if previous is not None:
             checkpoint.carry_over(previous, self._replica)
         group_of = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         segments = [group_of[i] for bucket in layout.buckets for i in bucket.parameters]
-        self._hyper = HyperTable(self._replica, segments, **self._flags)
+        self._hyper = HyperTable(self._replica, segments, self._flags["coeff_bias_correction"])
         self._monitor = Monitor(self._replica)
         self._enter(Warmup(self._replica))
         self._attached_all = False
@@ -251,6 +252,10 @@ class OneBitLamb(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step (collective).
 
+        A step can be captured in a CUDA graph and replayed, in either stage: after one step of that stage on the
+        same gradients, which stay where they are; lr may be a tensor on the device that is filled in place. The
+        switch to compression happens in the first step that is not a replay and is due; capture again after it.
+
         Args:
             closure: reevaluates the model and returns the loss.
 
@@ -265,23 +270,36 @@ class OneBitLamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         replica = self._replica
-        self._monitor.report()
-        self._hyper.refresh(self.param_groups)
-        replica.point_at_tensors()
         with replica.current_device():
+            capturing = replica.capturing()
+            if not capturing:
+                self._monitor.report()
+            self._hyper.refresh(self.param_groups)
+            replica.point_at_tensors()
             if isinstance(self._stage, Warmup):
                 self._stage.step(self._hook_squares(), self._averaged_by_hooks())
             else:
                 self._stage.step()
+            if not capturing:
+                self._monitor.observe()
         replica.release_gradients()
-        self._monitor.observe()
+        if capturing:
+            self._replayed = True
+            return loss
         for hook in self._hooks:
             hook.reset()
         self._communicator.traffic.end_step()
         self._calls += 1
+        self._count_replays()
         if self.stage == "warmup" and self._calls >= self._check_at:
             self._end_warmup()
         return loss
+
+    def _count_replays(self) -> None:
+        """Count the steps that replays of a CUDA graph have taken: only the device knows of them."""
+        if self._replayed:
+            decision = self._replica.decision.tolist()
+            self._calls = decision[Decision.COUNTED] + decision[Decision.SKIPPED]
 
     def _averaged_by_hooks(self) -> bool:
         """Whether DDP has averaged every gradient of this step; averaging them once more would change nothing."""
@@ -375,6 +393,7 @@ class OneBitLamb(Optimizer):
 
     def _progress(self) -> checkpoint.Progress:
         replica = self._replica
+        self._count_replays()
         progress = checkpoint.Progress(
             version=checkpoint.VERSION, stage=self.stage, calls=self._calls, warmup_base=self._warmup_base,
             warmup_steps=self._warmup_steps, check_at=self._check_at, ranks=self._communicator.ranks,

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..buckets import message_bytes
 from ..collectives import CompressedAllReduce
 from ..kernels.tables import Decision
-from .replica import Replica
+from .replica import Replica, phase
 
 
 class Compression:
@@ -34,47 +34,51 @@ class Compression:
         replica, exchange, passes = self._replica, self.exchange, self._replica.passes
         decision, clip = replica.decision, replica.clip
         if replica.clipping:
-            replica.share_local_squares(replica.sum_local_squares())
-            passes.clip_local(replica.local_squares, clip)
+            with phase("clip"):
+                replica.share_local_squares(replica.sum_local_squares())
+                passes.clip_local(replica.local_squares, clip)
         sent = []
-        for i, bucket in enumerate(replica.buckets):
-            partials = bucket.partials[:2]
-            passes.compress_momentum(
-                bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.old[i], bucket.exp_avg, bucket.hyper,
-                bucket.rates, clip, exchange.new[i], partials,
-            )  # fmt: skip
-            passes.seal_worker(partials, bucket.count, exchange.tags[i : i + 1], exchange.new[i], bucket.x_scale)
-            sent.append(exchange.send_to_servers(i))
-        for work in sent:
-            work.wait()
-        passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.tags, decision)
+        with phase("compress"):
+            for i, bucket in enumerate(replica.buckets):
+                partials = bucket.partials[:2]
+                passes.compress_momentum(
+                    bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.momentum[i], bucket.exp_avg,
+                    bucket.hyper, bucket.rates, clip, exchange.messages[i], partials,
+                )  # fmt: skip
+                passes.seal_worker(
+                    partials, bucket.count, exchange.tags[i : i + 1], exchange.messages[i], bucket.x_scale
+                )
+                sent.append(exchange.send_to_servers(i))
+        with phase("wait for workers"):
+            for work in sent:
+                work.wait()
+        with phase("decide"):
+            passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.tags, decision)
         returned = []
-        for i, bucket in enumerate(replica.buckets):
-            partials = bucket.partials[0, : bucket.map.blocks // replica.layout.ranks]
-            passes.reduce_chunk(
-                exchange.received[i], bucket.y, bucket.y_scale, decision, exchange.server[i], partials,
-                replica.layout.block_elements,
-            )  # fmt: skip
-            passes.seal_server(
-                partials, bucket.chunk_count, exchange.tags[i : i + 1], decision, exchange.server[i], bucket.y_scale
-            )
-            returned.append(exchange.send_to_workers(i))
-        for i, (bucket, work) in enumerate(zip(replica.buckets, returned, strict=True)):
-            work.wait()
-            passes.fresh_variance(
-                bucket.params, None, bucket.map, exchange.old[i], exchange.new[i], bucket.exp_avg, bucket.exp_avg_sq,
-                bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision, bucket.partials,
-            )  # fmt: skip
-            passes.soft_threshold_rate(bucket.map, bucket.partials, bucket.hyper, bucket.rates, decision)
-            passes.compressed_apply(
-                bucket.params, bucket.map, exchange.new[i], None, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
-                decision,
-            )  # fmt: skip
-            passes.undo_momentum(
-                bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.old[i], bucket.exp_avg, bucket.hyper,
-                bucket.rates, clip, exchange.new[i], decision,
-            )  # fmt: skip
-        exchange.flip()
+        with phase("serve"):
+            for i, bucket in enumerate(replica.buckets):
+                partials = bucket.partials[0, : bucket.map.blocks // replica.layout.ranks]
+                passes.reduce_chunk(
+                    exchange.received[i], bucket.y, bucket.y_scale, decision, exchange.server[i], partials,
+                    replica.layout.block_elements,
+                )  # fmt: skip
+                passes.seal_server(
+                    partials, bucket.chunk_count, exchange.tags[i : i + 1], decision, exchange.server[i],
+                    bucket.y_scale,
+                )  # fmt: skip
+                returned.append(exchange.send_to_workers(i))
+        with phase("update"):
+            for i, (bucket, work) in enumerate(zip(replica.buckets, returned, strict=True)):
+                work.wait()
+                passes.compressed_update(
+                    bucket.params, None, bucket.map, exchange.momentum[i], exchange.messages[i], bucket.exp_avg,
+                    bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision,
+                    bucket.partials, replica.bias_correction,
+                )  # fmt: skip
+                passes.undo_momentum(
+                    bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.momentum[i], bucket.exp_avg,
+                    bucket.hyper, bucket.rates, clip, decision,
+                )  # fmt: skip
         self._drop_dense_momentum()
 
     def _drop_dense_momentum(self) -> None:
@@ -83,6 +87,11 @@ class Compression:
         Reads the decision on the host, so only in the first compressed step (again if that one was skipped).
         """
         dense = [bucket for bucket in self._replica.buckets if bucket.exp_avg is not None]
+        if dense and self._replica.capturing():
+            raise RuntimeError(
+                "The first compressed step cannot be captured in a CUDA graph: it frees the dense momentum. Take one "
+                "step before the capture."
+            )
         if dense and not int(self._replica.decision[Decision.SKIP]):
             for bucket in dense:
                 bucket.exp_avg = None

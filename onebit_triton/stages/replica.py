@@ -6,11 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..buckets import Bucket, Layout, gradient_like
 from ..collectives import Communicator
 from ..kernels.backends import Passes
 from ..kernels.tables import Clip, Decision, Hyper, Rate, TensorTable
+
+
+def phase(name: str) -> AbstractContextManager[object]:
+    """A range in a profiler's trace, named as in ARCHITECTURE.md."""
+    return record_function(f"onebit_triton: {name}")
 
 
 class Replica:
@@ -23,12 +29,13 @@ class Replica:
         passes: the backend's kernels or twins.
         communicator: the process group.
         max_grad_norm: global clipping norm, or None.
+        bias_correction: whether m and v are divided by 1 - beta^k.
 
     Attributes:
         hyper: fp32 [segments, len(Hyper)]; rates: fp32 [segments, len(Rate)]; segments in bucket order.
         norms: fp32 [blocks of all buckets], sums of squares of gradients.
         decision: int32 [len(Decision)]; clip: fp32 [len(Clip)]; local_squares: fp32 [ranks].
-        clipping: whether gradients are clipped.
+        clipping: whether gradients are clipped; bias_correction: whether moments are corrected.
         buckets: the buckets.
     """
 
@@ -40,10 +47,11 @@ class Replica:
         passes: Passes,
         communicator: Communicator,
         max_grad_norm: float | None,
+        bias_correction: bool,
         device: torch.device,
     ) -> None:
         self.layout, self.passes, self.communicator, self.device = layout, passes, communicator, device
-        self.clipping = max_grad_norm is not None
+        self.clipping, self.bias_correction = max_grad_norm is not None, bias_correction
         segments = sum(len(bucket.parameters) for bucket in layout.buckets)
         self.hyper = torch.zeros(segments, len(Hyper), dtype=torch.float32, device=device)
         self.rates = torch.zeros(segments, len(Rate), dtype=torch.float32, device=device)
@@ -56,6 +64,7 @@ class Replica:
         self.clip[Clip.GRAD_SCALE] = 1.0
         self.clip[Clip.MAX_NORM] = float("inf") if max_grad_norm is None else max_grad_norm
         self.local_squares = torch.zeros(communicator.ranks, dtype=torch.float32, device=device)
+        self._own_squares = torch.zeros(1, dtype=torch.float32, device=device)
         self.names: list[list[str]] = []
         self.buckets: list[Bucket] = []
         segment = block = 0
@@ -85,6 +94,10 @@ class Replica:
             bucket.params.set(bucket.parameters)
             bucket.grads.set([gradient_like(p, name) for p, name in zip(bucket.parameters, names, strict=True)])
 
+    def capturing(self) -> bool:
+        """Whether what is launched now is recorded in a CUDA graph instead of run."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def current_device(self) -> AbstractContextManager[object]:
         """Make the parameters' device the current one: that is where Triton launches, and on whose stream."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -106,7 +119,7 @@ class Replica:
     def sum_local_squares(self) -> Tensor:
         """Sum of squares of this rank's gradients, fp32 [1]."""
         self.measure(self.local_gradients())
-        return self.norms.sum().view(1)
+        return torch.sum(self.norms, 0, keepdim=True, out=self._own_squares)
 
     def share_local_squares(self, squares: Tensor) -> None:
         """Give every rank every rank's sum of squares."""

@@ -94,7 +94,7 @@ def dense_momentum(bucket: Bucket, stage: Compression | Uncompressed | Warmup, n
     if bucket.exp_avg is not None:
         return bucket.exp_avg
     assert isinstance(stage, Compression)
-    momentum = momentum_of_messages(bucket.map, stage.exchange.old[number], bucket.rates).view(-1)
+    momentum = momentum_of_messages(bucket.map, stage.exchange.momentum[number], bucket.rates).view(-1)
     return torch.where(bucket.exp_avg_sq > 0, momentum, torch.zeros_like(momentum))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.tables import HEADER_BYTES
-from .replica import Replica
+from .replica import Replica, phase
 
 
 class Uncompressed:
@@ -22,18 +22,16 @@ class Uncompressed:
         """Take one step."""
         replica, passes = self._replica, self._replica.passes
         decision, clip = replica.decision, replica.clip
-        replica.measure(replica.local_gradients())
-        passes.decide_averaged(replica.norms, replica.local_squares, decision, clip, False)
-        for bucket in replica.buckets:
-            passes.fresh_variance(
-                bucket.params, bucket.grads, bucket.map, self._no_messages, self._no_messages, bucket.exp_avg,
-                bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision, bucket.partials,
-            )  # fmt: skip
-            passes.soft_threshold_rate(bucket.map, bucket.partials, bucket.hyper, bucket.rates, decision)
-            passes.compressed_apply(
-                bucket.params, bucket.map, self._no_messages, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper,
-                bucket.rates, decision,
-            )  # fmt: skip
+        with phase("decide"):
+            replica.measure(replica.local_gradients())
+            passes.decide_averaged(replica.norms, replica.local_squares, decision, clip, False)
+        with phase("update"):
+            for bucket in replica.buckets:
+                passes.compressed_update(
+                    bucket.params, bucket.grads, bucket.map, self._no_messages, self._no_messages, bucket.exp_avg,
+                    bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision,
+                    bucket.partials, replica.bias_correction,
+                )  # fmt: skip
 
     def held(self) -> list[Tensor]:
         """Buffers that only this stage has."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.tables import TensorTable
-from .replica import Replica
+from .replica import Replica, phase
 
 
 class Warmup:
@@ -37,20 +37,17 @@ class Warmup:
         else:
             if track_rho:
                 replica.share_local_squares(replica.sum_local_squares())
-            tables = self._average()
-        replica.measure(tables)
-        passes.decide_averaged(replica.norms, replica.local_squares, replica.decision, replica.clip, track_rho)
-        for bucket, grads in zip(replica.buckets, tables, strict=True):
-            partials = bucket.partials[:2]
-            passes.lamb_moments(
-                bucket.params, grads, bucket.map, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
-                replica.clip, replica.decision, partials,
-            )  # fmt: skip
-            passes.trust_ratio(bucket.map, partials, bucket.hyper, bucket.rates, replica.decision)
-            passes.lamb_apply(
-                bucket.params, bucket.map, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
-                replica.decision,
-            )  # fmt: skip
+            with phase("average"):
+                tables = self._average()
+        with phase("decide"):
+            replica.measure(tables)
+            passes.decide_averaged(replica.norms, replica.local_squares, replica.decision, replica.clip, track_rho)
+        with phase("update"):
+            for bucket, grads in zip(replica.buckets, tables, strict=True):
+                passes.lamb_update(
+                    bucket.params, grads, bucket.map, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
+                    replica.clip, replica.decision, bucket.partials[:2], replica.bias_correction,
+                )  # fmt: skip
 
     def _average(self) -> list[TensorTable]:
         """Average the gradients into flat buffers of their own; `p.grad` stays local."""

@@ -25,7 +25,7 @@ def written() -> int:
 def exchange(rank: int, ranks: int, message_bytes: list[int]) -> dict[str, Any]:
     communicator = Communicator(None)
     wire = CompressedAllReduce(communicator, message_bytes, tag=7, device=torch.device("cpu"))
-    for bucket, messages in enumerate(wire.new):
+    for bucket, messages in enumerate(wire.messages):
         for to in range(ranks):
             messages[to].fill_(10 * rank + to + 100 * (bucket % 2))
     for bucket in range(len(message_bytes)):
@@ -35,7 +35,7 @@ def exchange(rank: int, ranks: int, message_bytes: list[int]) -> dict[str, Any]:
         wire.server[bucket].fill_(rank + 1)
         wire.send_to_workers(bucket).wait()
         for server in range(ranks):
-            assert (wire.new[bucket][server] == server + 1).all()
+            assert (wire.messages[bucket][server] == server + 1).all()
     return {"sent": sum(communicator.traffic.sent.values()), "step_bytes": wire.step_bytes}
 
 

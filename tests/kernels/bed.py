@@ -120,7 +120,6 @@ def hyper_row(case: Case, segment: int) -> Tensor:
         Hyper.FACTOR_MAX: group["factor"][1],
         Hyper.THRESHOLD_LOW: 1 - group["threshold"],
         Hyper.THRESHOLD_HIGH: 1 + group["threshold"],
-        Hyper.BIAS_CORRECTION: float(case.bias_correction),
         Hyper.COEFF_BIAS_CORRECTION: float(case.coeff_bias_correction),
     }
     return torch.tensor([row[column] for column in Hyper], dtype=torch.float64).float()

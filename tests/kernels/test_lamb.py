@@ -32,7 +32,7 @@ EXACT = [Rate.STEP, Rate.COEFF_CORRECTION, Rate.CORRECTION1, Rate.CORRECTION2, R
 def moments(passes: Passes, bed: Bed) -> None:
     passes.lamb_moments(
         bed.params, bed.grads, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["clip"],
-        bed["decision"], bed["partials2"],
+        bed["decision"], bed["partials2"], bed.case.bias_correction,
     )  # fmt: skip
 
 
@@ -42,7 +42,8 @@ def ratio(passes: Passes, bed: Bed) -> None:
 
 def apply(passes: Passes, bed: Bed) -> None:
     passes.lamb_apply(
-        bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"]
+        bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"],
+        bed.case.bias_correction,
     )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def test_refuses_wrong_state() -> None:
         with pytest.raises(ValueError, match=f"Invalid {name.rstrip('2')}: must be contiguous torch.float32"):
             TRITON.lamb_moments(
                 bed.params, bed.grads, bed.blocks, args["exp_avg"], args["exp_avg_sq"], bed["hyper"], bed["rates"],
-                bed["clip"], bed["decision"], args["partials2"],
+                bed["clip"], bed["decision"], args["partials2"], False,
             )  # fmt: skip
     with pytest.raises(ValueError, match="Invalid partials"):
         TRITON.trust_ratio(bed.blocks, bed["partials3"], bed["hyper"], bed["rates"], bed["decision"])

@@ -159,12 +159,13 @@ class Ranks:
         passes.decide_averaged(bed["norms"], local, bed["decision"], bed["clip"], True)
         passes.lamb_moments(
             bed.params, grads, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["clip"],
-            bed["decision"], bed["partials2"],
+            bed["decision"], bed["partials2"], bed.case.bias_correction,
         )  # fmt: skip
         passes.trust_ratio(bed.blocks, bed["partials2"], bed["hyper"], bed["rates"], bed["decision"])
         passes.lamb_apply(
-            bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"]
-        )
+            bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"],
+            bed.case.bias_correction,
+        )  # fmt: skip
 
     def switch(self, model: Model) -> None:
         """Give every rank the state of the first, with the model's masks and factors."""
@@ -211,15 +212,15 @@ class Ranks:
         passes.fresh_variance(
             head.params, None, head.blocks, head["old"], head["new"], head["exp_avg"] if dense else None,
             head["exp_avg_sq"], head["exp_avg_sq_fresh"], head["hyper"], head["rates"], head["clip"],
-            head["decision"], head["partials3"],
+            head["decision"], head["partials3"], head.case.bias_correction,
         )  # fmt: skip
         passes.soft_threshold_rate(head.blocks, head["partials3"], head["hyper"], head["rates"], head["decision"])
         passes.compressed_apply(
-            head.params, head.blocks, head["new"], None, head["exp_avg_sq"], head["hyper"], head["rates"],
-            head["decision"],
+            head.params, head.blocks, head["old"], head["new"], None, head["exp_avg_sq"], head["hyper"], head["rates"],
+            head["decision"], head.case.bias_correction,
         )  # fmt: skip
-        for bed in beds:
-            bed["old"].copy_(head["new"])
+        for bed in beds[1:]:
+            bed["old"].copy_(head["old"])
 
 
 def near(found: Tensor, expected: np.ndarray, largest: float = 0.0) -> None:

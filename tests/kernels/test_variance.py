@@ -9,7 +9,7 @@ import torch
 
 from onebit_triton.kernels.backends import Passes
 from onebit_triton.kernels.planes_reference import header
-from onebit_triton.kernels.tables import Hyper, Rate
+from onebit_triton.kernels.tables import HEADER_BYTES, Hyper, Rate
 
 from .bed import CASES, FEW_CASES, MISALIGNED, SMALL, TORCH, TRITON, Bed, Case, check, check_unchanged, same_bits
 
@@ -37,13 +37,13 @@ class Fresh:
 
     @property
     def written(self) -> list[str]:
-        return ["exp_avg_sq_fresh", "partials3"] + (["exp_avg"] if self.mode == "uncompressed" else [])
+        return ["exp_avg_sq_fresh", "partials3", "exp_avg" if self.mode == "uncompressed" else "old"]
 
     def __call__(self, passes: Passes, bed: Bed) -> None:
         passes.fresh_variance(
             bed.params, bed.grads if self.mode == "uncompressed" else None, bed.blocks, bed["old"], bed["new"],
             None if self.mode == "bits" else bed["exp_avg"], bed["exp_avg_sq"], bed["exp_avg_sq_fresh"],
-            bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"],
+            bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"], bed.case.bias_correction,
         )  # fmt: skip
 
 
@@ -55,8 +55,8 @@ class Apply:
 
     def __call__(self, passes: Passes, bed: Bed) -> None:
         passes.compressed_apply(
-            bed.params, bed.blocks, bed["new"], bed["exp_avg"] if self.dense else None, bed["exp_avg_sq"],
-            bed["hyper"], bed["rates"], bed["decision"],
+            bed.params, bed.blocks, bed["old"], bed["new"], bed["exp_avg"] if self.dense else None, bed["exp_avg_sq"],
+            bed["hyper"], bed["rates"], bed["decision"], bed.case.bias_correction,
         )  # fmt: skip
 
 
@@ -74,6 +74,9 @@ def check_fresh(bed: Bed, mode: str) -> Bed:
     """Compare the variance pass; what holds for every input."""
     run = Fresh(mode)
     kernel, _ = check(bed, run, run.written, rounded=["partials3"], overwritten=["partials3"])
+    if mode != "uncompressed":
+        assert same_bits(kernel["old:planes"], bed["new:planes"]), "the momentum is up to date"
+        assert same_bits(kernel["old"][:, :HEADER_BYTES], bed["old"][:, :HEADER_BYTES]), "but for its scale"
     part = bed.part()
     assert same_bits(kernel["exp_avg_sq_fresh"][~part], bed["exp_avg_sq_fresh"][~part])
     assert kernel["exp_avg_sq_fresh"].isfinite().all()
@@ -105,7 +108,11 @@ def test_rate_agrees(case: Case) -> None:
     ("case", "dense"), [*((case, False) for case in CASES), *((case, True) for case in FEW_CASES)], ids=str
 )
 def test_apply_agrees(case: Case, dense: bool) -> None:
-    check(Bed(case, masks=True), Apply(dense), ["param"])
+    bed = Bed(case, masks=True)
+    kernel, _ = check(bed, Apply(dense), ["param"] if dense else ["param", "old"])
+    if not dense:
+        assert same_bits(kernel["old"][:, :HEADER_BYTES], bed["new"][:, :HEADER_BYTES])
+        assert same_bits(kernel["old:planes"], bed["old:planes"])
 
 
 @pytest.mark.usefixtures("loops_as_compiled")
@@ -245,7 +252,7 @@ def test_refuses_wrong_state() -> None:
             TRITON.fresh_variance(
                 bed.params, None, bed.blocks, bed["old"], bed["new"], None, args["exp_avg_sq"],
                 args["exp_avg_sq_fresh"], bed["hyper"], bed["rates"], bed["clip"], bed["decision"],
-                args["partials3"],
+                args["partials3"], False,
             )  # fmt: skip
     with pytest.raises(ValueError, match="Invalid partials"):
         TRITON.soft_threshold_rate(bed.blocks, bed["partials2"], bed["hyper"], bed["rates"], bed["decision"])
@@ -258,11 +265,11 @@ def test_refuses_wrong_messages_where_it_reads_them() -> None:
         with pytest.raises(ValueError, match=f"Invalid {called}: must be contiguous torch.uint8"):
             TRITON.fresh_variance(
                 bed.params, None, bed.blocks, old, new, None, bed["exp_avg_sq"], bed["exp_avg_sq_fresh"],
-                bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"],
+                bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"], False,
             )  # fmt: skip
-    for messages, exp_avg, called in ((short, None, "messages"), (bed["new"], bed["exp_avg"].half(), "exp_avg")):
+    for messages, exp_avg, called in ((short, None, "new_messages"), (bed["new"], bed["exp_avg"].half(), "exp_avg")):
         with pytest.raises(ValueError, match=f"Invalid {called}: must be contiguous"):
             TRITON.compressed_apply(
-                bed.params, bed.blocks, messages, exp_avg, bed["exp_avg_sq"], bed["hyper"], bed["rates"],
-                bed["decision"],
+                bed.params, bed.blocks, bed["old"], messages, exp_avg, bed["exp_avg_sq"], bed["hyper"], bed["rates"],
+                bed["decision"], False,
             )  # fmt: skip
