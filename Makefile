@@ -9,17 +9,19 @@ PYTEST_ARGS ?=
 # Tests at a time; those over several ranks start up to five processes each.
 WORKERS ?= 2
 BENCH_ARGS ?=
+NETWORK_ARGS ?=
 
 .DEFAULT_GOAL := help
 # Two pips in one environment would race.
 .NOTPARALLEL:
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench network clean
 
 help:
 	@echo "make demo   run examples/demo.py; results in out/demo/"
 	@echo "make test   run the tests (PYTEST_ARGS='-k name')"
 	@echo "make lint   ruff, mypy and import-linter"
-	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name')"
+	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name'); results in out/"
+	@echo "make network  train over emulated slow links, as root (NETWORK_ARGS='--rates 100mbit'); results in out/network/"
 	@echo "make clean  remove what was built; .venv stays"
 
 demo: $(VENV)/.installed-demo
@@ -35,7 +37,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m pytest benchmarks/ --benchmark-only $(BENCH_ARGS)
+	@mkdir -p out
+	$(BIN)/python -m pytest benchmarks/ --benchmark-only --benchmark-json out/benchmarks.json $(BENCH_ARGS)
+
+network: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.network --output out/network $(NETWORK_ARGS)
 
 clean:
 	rm -rf build dist out *.egg-info .benchmarks .coverage .coverage.* htmlcov
@@ -52,4 +58,4 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'
 	$(BIN)/python -c 'import onebit_triton'
-	@touch $@ $(if $(filter dev bench,$*),$(VENV)/.installed-test)
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test $(VENV)/.installed-bench)$(if $(filter test,$*),$(VENV)/.installed-bench)
