@@ -1,0 +1,105 @@
+"""An optimizer that is one rank of n, alone: what a rank computes in a step, without the others and the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from onebit_triton import OneBitLamb, optimizer
+from onebit_triton.collectives import Communicator, Work
+from onebit_triton.kernels.backends import PASSES, Passes, load_passes
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Loopback(Communicator):
+    """Rank 0 of n, without the others.
+
+    Message r arrives from rank r as this rank sent it to rank r, so that messages differ; what the other ranks would
+    gather stays as it was, which is this rank's own message to them; a sum is n times the summand.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(None)
+        self.ranks = ranks
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Copy all messages."""
+        received.copy_(sent)
+        return _Done()
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
+        """Copy this rank's message to its place."""
+        gathered.view(self.ranks, -1)[0].copy_(sent.view(-1))
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Multiply by the number of ranks."""
+        tensor.mul_(self.ranks)
+        return _Done()
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Raise this rank's error."""
+        if error is not None:
+            raise error
+
+    def agree(self, facts: Mapping[str, int]) -> None:
+        """Nobody disagrees."""
+
+
+class GroupOfOne(Loopback):
+    """The same through a process group of one rank: streams, events and buffers of real asynchronous collectives."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+        """Send all messages to this rank."""
+        return Communicator.all_to_all(self, received, sent)
+
+    def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
+        """Gather this rank's message."""
+        return Communicator.all_gather(self, gathered.view(self.ranks, -1)[0], sent)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum what one rank has, times the number of ranks."""
+        tensor.mul_(self.ranks)
+        return Communicator.all_reduce(self, tensor)
+
+
+def wrapped_passes(device: torch.device, wrap: Callable[[str, Callable[..., None]], Callable[..., None]]) -> Passes:
+    """The Triton passes, each replaced by what `wrap` makes of its name and itself."""
+    passes = load_passes("triton", device)
+    for names in PASSES.values():
+        for name in names:
+            setattr(passes, name, wrap(name, getattr(passes, name)))
+    return passes
+
+
+def one_rank_of(
+    ranks: int,
+    params: Any,
+    passes: Passes | None = None,
+    communicator: type[Loopback] = Loopback,
+    **options: Any,
+) -> OneBitLamb:
+    """An optimizer that takes itself for rank 0 of so many.
+
+    Args:
+        ranks: how many; 1 is an ordinary single process.
+        params: as for `OneBitLamb`.
+        passes: what to run instead of the backend's passes.
+        communicator: what stands for the other ranks.
+        options: as for `OneBitLamb`.
+    """
+    with ExitStack() as stack:
+        if ranks > 1:
+            stack.enter_context(patch.object(optimizer, "Communicator", lambda group: communicator(ranks)))
+        if passes is not None:
+            stack.enter_context(patch.object(optimizer, "load_passes", lambda backend, device: passes))
+        return OneBitLamb(params, **options)
