@@ -68,7 +68,7 @@ def interpreted() -> bool:
 
 def launch_constants(block_elements: int) -> dict[str, Any]:
     """Options of every launch over blocks: 4 elements a thread and plane, warps from the block size alone."""
-    return {"num_warps": max(1, min(8, block_elements // 1024)), "enable_fp_fusion": False}
+    return {"num_warps": max(1, block_elements // 1024), "enable_fp_fusion": False}
 
 
 def tile_elements(block_elements: int) -> int:

@@ -127,7 +127,7 @@ def check_optimizer(
         _check("max_grad_norm", max_grad_norm, "None or a number > 0.0", _number(max_grad_norm) > 0.0, "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0
     _check(
-        "block_elements", block_elements, "a power of two from 64 to 65536", power and 64 <= block_elements <= 65536, ""
+        "block_elements", block_elements, "a power of two from 64 to 4096", power and 64 <= block_elements <= 4096, ""
     )
     big = isinstance(bucket_elements, int) and bucket_elements >= block_elements
     _check("bucket_elements", bucket_elements, f"an integer >= block_elements={block_elements}", big, "")

@@ -1,113 +1,201 @@
-"""Compile every kernel for one GPU architecture, without a GPU, and print what came out, one JSON object a line.
+"""Compile every kernel as it is launched, for real GPUs, without one, and check what comes out.
 
-Run in a process of its own, without TRITON_INTERPRET: where the interpreter is on, nothing compiles.
+    python -m tests.aot.compile_kernels            the variants of `plan`; the tests run this
+    python -m tests.aot.compile_kernels --write    likewise, and write the table into kernels/README.md
+    python -m tests.aot.compile_kernels --every    all variants, which takes long; leaves the table alone
+
+Prints a JSON object for each variant. The exit status is 1 if one does not compile or breaks a rule of gates.py, or if
+the table is not the one that these kernels give: standard error says which.
 """
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import itertools
 import json
-import re
+import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 import triton
-import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from onebit_triton.kernels import common, decision, gradients, lamb, momentum, server, variance
+from onebit_triton.kernels.common import interpreted
 
-BLOCK = 1024
-POINTERS = {
-    "*i64": ("param_ptr", "grad_ptr", "numel_ptr", "headers_ptr"),
-    "*i32": ("segment_ptr", "first_block_ptr", "decision_ptr", "tag_ptr", "tags_ptr"),
-    "*u8": ("old_messages_ptr", "new_messages_ptr", "messages_ptr", "message_ptr", "received_ptr"),
-}
-INTEGERS = ("blocks", "blocks_per_chunk", "message_bytes", "buckets")
-CONSTANTS = {
-    "BLOCK": BLOCK,
-    "RANKS": 4,
-    "PLANES": 1,
-    "TRACK_RHO": True,
-    "ALIGNED": True,
-    "PARAM_ALIGNED": True,
-    "GRAD_ALIGNED": True,
-}
+from .gates import Facts, facts, violations
+from .launches import Call, Choice, Launch, Setting, block_sizes, record
 
+ARCHITECTURES = (80, 90, 100)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIXED = Setting(dtype=torch.bfloat16, grad_dtype=torch.float32)
+RANKS = (2, 3, 4, 8, 16, 64)
+BY_RANKS = (
+    "flatten_gradients", "decide_averaged", "clip_local", "decide_exchanged", "seal_worker", "reduce_chunk",
+)  # fmt: skip
+"""Passes whose code depends on the number of ranks."""
 
-def pointer_type(name: str) -> str:
-    """Triton's type of a pointer argument: fp32 unless listed."""
-    return next((kind for kind, names in POINTERS.items() if name in names), "*fp32")
+CHUNK_BLOCKS = (3, 1, 16)
+WORKERS = 2
+"""Compiling processes."""
+
+README = Path(__file__).parents[2] / "kernels" / "README.md"
+COMMAND = "python -m tests.aot.compile_kernels --write"
+BEGIN, END = "<!-- compiled kernels: begin -->\n", "<!-- compiled kernels: end -->\n"
 
 
-def variants(flags: list[str]) -> Iterator[dict[str, bool]]:
-    """Values of the boolean constexprs that launchers use together."""
-    for values in itertools.product((False, True), repeat=len(flags)):
-        chosen = dict(zip(flags, values, strict=True))
-        if chosen.get("NEW_DENSE") and not chosen["OLD_DENSE"]:
-            continue
-        yield chosen
+@dataclass(frozen=True)
+class Compiled:
+    """One launch, compiled for one architecture; without facts if that failed."""
+
+    launch: Launch
+    arch: int
+    facts: Facts | None
+    problems: list[str]
 
 
-def compile_kernel(kernel: Any, arch: int, dtype: tl.dtype, flags: dict[str, bool]) -> dict[str, Any]:
-    """Compile one variant; resources from cuobjdump, instructions from the PTX."""
-    signature, constants, attributes = {}, {}, {}
-    per_block = "BLOCK" in kernel.arg_names
-    for position, (name, parameter) in enumerate(inspect.signature(kernel.fn).parameters.items()):
-        if "constexpr" in str(parameter.annotation):
-            signature[name] = "constexpr"
-            tile = common.tile_elements(BLOCK) if per_block else common.REDUCE_TILE
-            constants[name] = dtype if "DTYPE" in name else CONSTANTS.get(name, flags.get(name, tile))
-        elif name in INTEGERS:
-            signature[name] = "i32"
-        else:
-            signature[name] = pointer_type(name)
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    if kernel.__name__ == "_decide_exchanged_kernel":
-        constants["TILE"] = constants["RANKS"]
-    options = common.launch_constants(BLOCK) if per_block else {"num_warps": 4, "enable_fp_fusion": False}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def plan(arch: int, name: str, choices: list[Choice]) -> Iterator[Call]:
+    """Calls in which everything that can differ does, though not in every combination.
+
+    The first and the last choice in fp32 and the first in bf16 on every architecture; `others` on one each.
+    """
+    yield Setting(), choices[0]
+    yield Setting(), choices[-1]
+    yield Setting(torch.bfloat16), choices[0]
+    yield from itertools.islice(others(name, choices), ARCHITECTURES.index(arch), None, len(ARCHITECTURES))
+
+
+def others(name: str, choices: list[Choice]) -> Iterator[Call]:
+    """The other choices, dtypes, no alignment, ranks: one at a time. Other block sizes: together with some of those."""
+    usual, sizes = Setting(), block_sizes()
+    for choice in choices[1:-1]:
+        yield usual, choice
+    for setting in (Setting(torch.bfloat16), Setting(torch.float16), MIXED, Setting(aligned=False)):
+        yield setting, choices[-1]
+    if name in BY_RANKS:
+        for block, ranks in itertools.product((usual.block, sizes[-1]), RANKS):
+            yield Setting(block=block, ranks=ranks), choices[-1]
+    for i, block in enumerate(sizes):
+        if block != usual.block:
+            dtype, ranks, chunk_blocks = (values[i % len(values)] for values in (DTYPES, RANKS, CHUNK_BLOCKS))
+            yield Setting(dtype, block=block, ranks=ranks, chunk_blocks=chunk_blocks), choices[i % len(choices)]
+
+
+def every(_: int, name: str, choices: list[Choice]) -> Iterator[Call]:
+    """All combinations, but for what Triton makes of numbers."""
+    for (dtype, grad_dtype), aligned, block, ranks, choice in itertools.product(
+        [*((dtype, None) for dtype in DTYPES), (MIXED.dtype, MIXED.grad_dtype)],
+        (True, False),
+        block_sizes(),
+        RANKS if name in BY_RANKS else RANKS[:1],
+        choices,
+    ):
+        yield Setting(dtype, grad_dtype, aligned, block, ranks), choice
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """What a compiled kernel needs, in cuobjdump's words: REG, STACK, LOCAL, and more."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    ptx = compiled.asm["ptx"]
-    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
-    return {
-        "kernel": kernel.__name__,
-        "arch": arch,
-        "dtype": str(dtype),
-        "flags": flags,
-        "per_block": per_block,
-        "registers": registers,
-        "stack": stack,
-        "wide_loads": len(re.findall(r"ld\.global\.v4\.b32", ptx)),
-        "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
-        "barriers": ptx.count("bar.sync"),
-        "fused_multiply_adds": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-    }
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    pairs = (field.split(":") for field in said.split() if field.count(":") == 1)
+    return {word: int(number) for word, number in pairs if number.isdigit()}
+
+
+def compile_launch(job: tuple[Launch, int]) -> Compiled:
+    """Compile a launch for an architecture, and check the result."""
+    launch, arch = job
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    except Exception as error:  # whatever the compiler raises: the other kernels are to be seen as well
+        return Compiled(launch, arch, None, [f"does not compile: {error}"])
+    found = facts(made.asm["ttir"], made.asm["ptx"], made.metadata.shared, resources(made.asm["cubin"]))
+    return Compiled(launch, arch, found, list(violations(launch, found)))
+
+
+def table(compiled: list[Compiled]) -> str:
+    """The table for kernels/README.md: a row per kernel, and a value per architecture where they differ."""
+
+    def cell(values: Iterable[object]) -> str:
+        shown = [str(value) for value in values]
+        return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+    def widest(accesses: dict[int, int]) -> str:
+        return f"{accesses[max(accesses)]} of {max(accesses)}"
+
+    architectures = ", ".join(f"sm_{arch}" for arch in ARCHITECTURES)
+    lines = [
+        f"Triton {triton.__version__}, {len(compiled)} variants on {architectures}; one number where these agree.",
+        "A row shows the kernel in fp32, aligned, with blocks of 1024 and nothing optional; *most* is what its most",
+        "demanding variant takes. Loads and stores: how many there are of the widest, and their bits.",
+        "",
+        "| kernel | registers | most | shared | stack | loads | stores | barriers | shuffles |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(one.launch.name for one in compiled):
+        mine = [(one.launch, one.facts) for one in compiled if one.launch.name == name and one.facts]
+        usual = [facts for launch, facts in mine if launch.usual]
+        columns = (
+            cell(facts.registers for facts in usual),
+            str(max(facts.registers for _, facts in mine)),
+            cell(facts.shared for facts in usual),
+            cell(facts.stack for facts in usual),
+            cell(widest(facts.loads) for facts in usual),
+            cell(widest(facts.stores) for facts in usual),
+            cell(facts.barriers for facts in usual),
+            cell(facts.shuffles for facts in usual),
+        )
+        lines.append(f"| `{name}` | {' | '.join(columns)} |")
+    return "\n".join([*lines, ""])
+
+
+def readme_parts() -> tuple[str, str, str]:
+    """kernels/README.md: up to the table, the table, and from its end."""
+    text = README.read_text()
+    if not 0 <= text.find(BEGIN) < text.find(END):
+        sys.exit(f"{README} must have the lines {BEGIN.strip()} and {END.strip()}, where the table belongs.")
+    start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return text[:start], text[start:stop], text[stop:]
 
 
 def main() -> None:
-    """Compile for the architecture on the command line (90 for sm_90)."""
-    arch = int(sys.argv[1])
-    for module in (gradients, decision, lamb, momentum, server, variance):
-        for name, kernel in vars(module).items():
-            if not name.endswith("_kernel"):
-                continue
-            names = kernel.arg_names
-            dtypes = (tl.float32, tl.bfloat16) if any("DTYPE" in n for n in names) else (tl.float32,)
-            for flags in variants([n for n in names if n.endswith("DENSE")]):
-                for dtype in dtypes:
-                    print(json.dumps(compile_kernel(kernel, arch, dtype, flags)), flush=True)
+    """Compile, print, check, and write the table if asked to."""
+    parser = argparse.ArgumentParser(description="Compile every kernel for real GPUs and check what comes out.")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="write the table into kernels/README.md")
+    what.add_argument("--every", action="store_true", help="compile all variants, which takes an hour or more")
+    args = parser.parse_args()
+    if interpreted():
+        parser.error("nothing compiles in Triton's interpreter: unset TRITON_INTERPRET")
+    before, inside, after = readme_parts()
+    calls = every if args.every else plan
+    jobs = [(launch, arch) for arch in ARCHITECTURES for launch in record(partial(calls, arch))]
+    knobs.compilation.disable_line_info = True  # the code is the same, and sooner done
+    compiled = []
+    with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
+        for one in pool.imap(compile_launch, jobs):
+            compiled.append(one)
+            shown = {"kernel": str(one.launch), "arch": one.arch, "problems": one.problems}
+            print(json.dumps(shown | (asdict(one.facts) if one.facts else {})), flush=True)
+    problems = [f"{one.launch} on sm_{one.arch}: {problem}" for one in compiled for problem in one.problems]
+    if not args.every and all(one.facts for one in compiled):
+        found = table(compiled)
+        if args.write:
+            README.write_text(before + found + after)
+        elif inside != found:
+            problems.append(f"The table in {README} is not the one that these kernels give: run {COMMAND}")
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":
