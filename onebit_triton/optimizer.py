@@ -61,14 +61,16 @@ class OneBitLamb(Optimizer):
         factor_threshold: f moves at most by this share a step.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
         process_group: None means the default group when torch.distributed is initialised, else a single process.
-        backend: "triton", "torch", or "auto" (triton on CUDA, torch elsewhere). All give the same trajectory.
+        backend: "triton", "torch", "inductor" (torch's passes compiled: the fast one on a CPU), or "auto" (triton on
+            CUDA, torch elsewhere). All give the same trajectory.
         bucket_elements: about how many elements share a bucket, its launches and its messages.
-        block_elements: elements of a block, a power of two; tensors are padded to it. Larger wastes more on small
-            tensors. Like bucket_elements, the same on all ranks.
+        block_elements: elements of a block, a power of two from 64 to 4096; tensors are padded to it. Larger wastes
+            more on small tensors. Like bucket_elements, the same on all ranks.
 
     Raises:
         ValueError: for bad input, naming the argument, the rule and the value.
-        RuntimeError: if ranks do not agree on the parameters or options, naming the rank.
+        RuntimeError: if ranks do not agree on the parameters or options, naming the rank; or if "inductor" finds no C++
+            compiler on a CPU.
         ImportError: if Triton is asked for and absent.
 
     Example:
