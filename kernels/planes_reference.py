@@ -36,8 +36,8 @@ def pack_planes(x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 def plane_bits(packed: Tensor) -> Tensor:
     """The bits of planes, bytes in any integer dtype [blocks, B/8], as bool [blocks, B]."""
     blocks, quarter = packed.shape
-    shifts = torch.arange(8, dtype=packed.dtype, device=packed.device).view(1, 8, 1)
-    return ((packed.unsqueeze(1) >> shifts) & 1 != 0).view(blocks, 8 * quarter)
+    bits = (1 << torch.arange(8, dtype=packed.dtype, device=packed.device)).view(1, 8, 1)
+    return (packed.unsqueeze(1) & bits == bits).view(blocks, 8 * quarter)
 
 
 def unpack_planes(packed: Tensor, scale: Tensor) -> Tensor:

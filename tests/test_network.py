@@ -105,8 +105,9 @@ def test_nothing_is_left_if_making_it_fails(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     script = """
-import time
+import signal, time
 from benchmarks.network.topology import network
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where jobs in the background ignore it, too
 with network(2) as made:
     made.shape("1mbit")
     print(made.switch, flush=True)
@@ -121,7 +122,11 @@ with network(2) as made:
         names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert switch in names
         process.send_signal(number)
-        assert process.wait(60) == {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: -signal.SIGINT}[number]
+        try:
+            code = process.wait(60)
+        finally:
+            process.terminate()
+        assert code == {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGINT: -signal.SIGINT}[number]
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"onebit-{process.pid}-" not in names
 

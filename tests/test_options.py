@@ -43,7 +43,7 @@ WHOLE = [
     ({"bucket_elements": 1}, "Invalid bucket_elements=1. Must be an integer >= block_elements=1024."),
     ({"bias_correction": "yes"}, "Invalid bias_correction='yes'. Must be True or False."),
     ({"coeff_bias_correction": None}, "Invalid coeff_bias_correction=None. Must be True or False."),
-    ({"backend": "cuda"}, "Invalid backend='cuda'. Must be one of auto, triton, torch."),
+    ({"backend": "cuda"}, "Invalid backend='cuda'. Must be one of auto, triton, torch, inductor."),
     ({"process_group": "world"}, "Invalid process_group='world'. Must be a process group"),
 ]
 

@@ -17,7 +17,7 @@ NAMES = [name for names in PASSES.values() for name in names]
 
 @pytest.mark.parametrize("backend", ["cuda", "", "Triton"])
 def test_unknown_backend(backend: str) -> None:
-    with pytest.raises(ValueError, match=f"Invalid backend='{backend}'. Must be one of auto, triton, torch."):
+    with pytest.raises(ValueError, match=f"Invalid backend='{backend}'. Must be one of auto, triton, torch, inductor."):
         load_passes(backend, CPU)
 
 
