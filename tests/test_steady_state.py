@@ -1,7 +1,7 @@
 """A step in the midst of a stage can be captured in a CUDA graph, and costs as many launches as there are buckets.
 
 By construction, without a GPU: nothing is read on the host, nothing is allocated, and what is launched does not depend
-on any value. tests/gpu and benchmarks/gpu capture and replay for real.
+on any value. benchmarks/gpu captures and replays for real.
 """
 
 from __future__ import annotations
