@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .launches import Launch
+from .launches import PARTIALS, Launch
 
 REGISTERS = {
     "flatten_gradients": 40,
@@ -55,20 +55,7 @@ WRITES = {
 }
 """Pass -> what it writes element by element; the momentum only where there are gradients to move it by."""
 
-REDUCED = {
-    "gradient_norms": 1,
-    "decide_averaged": 1,
-    "clip_local": 1,
-    "decide_exchanged": 4,
-    "lamb_moments": 2,
-    "trust_ratio": 2,
-    "compress_momentum": 2,
-    "seal_worker": 2,
-    "reduce_chunk": 1,
-    "seal_server": 1,
-    "fresh_variance": 3,
-    "soft_threshold_rate": 3,
-}
+REDUCED = PARTIALS | {"clip_local": 1, "decide_exchanged": 4}
 """Pass -> values that a program reduces over its threads."""
 
 
