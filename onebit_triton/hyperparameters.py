@@ -55,8 +55,11 @@ class HyperTable:
             self._host_lr.copy_(lr)
         if moving and device_lr:
             for index, group in enumerate(param_groups):
-                if _on_device(group["lr"]) and index < self._lr_of_group.numel():
-                    self._lr_of_group[index : index + 1].copy_(group["lr"].view(1))
+                factor = self._lr_of_group[index : index + 1]  # empty for a last group that has no elements
+                if _on_device(group["lr"]) and factor.numel():
+                    factor.copy_(group["lr"].view(1))
+                else:
+                    factor.fill_(1.0)
             torch.index_select(self._lr_of_group, 0, self._group_of_segment, out=self._lr_of_segment)
             torch.mul(self._host_lr, self._lr_of_segment, out=lr)
 

@@ -292,9 +292,10 @@ class OneBitLamb(Optimizer):
             hook.reset()
         self._communicator.traffic.end_step()
         self._calls += 1
-        self._count_replays()
-        if self.stage == "warmup" and self._calls >= self._check_at:
-            self._end_warmup()
+        if self.stage == "warmup":
+            self._count_replays()
+            if self._calls >= self._check_at:
+                self._end_warmup()
         return loss
 
     def _count_replays(self) -> None:
@@ -365,6 +366,7 @@ class OneBitLamb(Optimizer):
         replica = self._replica
         if isinstance(self._stage, Warmup):
             raise RuntimeError("rewarm is for the compression stage; the optimizer is still warming up.")
+        self._count_replays()
         self._hyper.refresh(self.param_groups)
         self._enter(thaw(replica, self._stage))
         self._warmup_base, self._warmup_steps = int(replica.decision[Decision.COUNTED]), steps

@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from onebit_triton import OneBitLamb, hyperparameters
 from onebit_triton.buckets import plan_layout
-from onebit_triton.kernels.tables import Decision
+from onebit_triton.kernels.tables import Decision, Hyper
 
 from .training import gradients, parameters, set_gradients, two_groups
 
@@ -172,3 +172,32 @@ def count_launches(
                 optimizer._replica.decision[Decision.COUNTED] = 3  # as the kernels would have
                 optimizer.step()
     return found
+
+
+def test_rate_on_the_device_that_becomes_a_number() -> None:
+    with mock.patch.object(hyperparameters, "_on_device", lambda lr: isinstance(lr, Tensor)):
+        params = parameters()
+        groups = [{"params": params[:3], "lr": torch.tensor(0.5)}, {"params": params[3:], "lr": torch.tensor(0.25)}]
+        optimizer = OneBitLamb(groups, backend="torch")
+        set_gradients(params, gradients(0, 0, params))
+        for first in (torch.tensor(0.5), 1.0):
+            optimizer.param_groups[0]["lr"] = first
+            optimizer.step()
+            rates = optimizer._replica.hyper[:, Hyper.LR]
+            assert rates.tolist() == [float(first)] * 3 + [0.25] * 3
+
+
+def test_replays_count_when_the_warmup_is_due() -> None:
+    """Replays, as the device sees them: it has counted steps that the host has not."""
+    params = parameters()
+    optimizer = OneBitLamb(params, freeze_step=6, backend="torch")
+    set_gradients(params, gradients(0, 0, params))
+    optimizer.step()
+    optimizer._replayed = True
+    optimizer._replica.decision[Decision.COUNTED] += 4
+    assert optimizer.stage == "warmup"
+    optimizer.step()
+    assert optimizer.stage == "compression"
+    with mock.patch.object(optimizer, "_count_replays", side_effect=AssertionError("reads the device")):
+        optimizer.step()  # nothing is due any more
+    assert optimizer.state_dict()["param_groups"][0]["onebit_lamb"]["calls"] == 7
