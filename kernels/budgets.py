@@ -51,27 +51,28 @@ def declared(name: str, ranks: int = 1, param: int = 4, grad: int = 4, momentum:
     """
     old = BIT if momentum == "bits" else 4
     served = 1 / ranks
+    copy = param if param < 4 else 0  # beside the fp32 master
     return {
         "flatten_gradients": Traffic(grad, grad),
         "gradient_norms": Traffic(grad, 0, 0, 4),
         "decide_averaged": Traffic(block_read=4),
         "clip_local": Traffic(),
         "decide_exchanged": Traffic(),
-        "lamb_moments": Traffic(grad + param + 8, 8, 0, 8),
+        "lamb_moments": Traffic(grad + 12, 8, 0, 8),
         "trust_ratio": Traffic(block_read=8),
-        "lamb_apply": Traffic(8 + param, param),
+        "lamb_apply": Traffic(12, 4 + copy),
         "compress_momentum": Traffic(grad + 4 + old, 4 + BIT, 0, 8),
         "seal_worker": Traffic(block_read=8),
         "undo_momentum": Traffic(),  # unless the step is skipped
         "reduce_chunk": Traffic(BIT + 4 * served, (4 + BIT) * served, 0, 4 * served),
         "seal_server": Traffic(block_read=4 * served),
         "fresh_variance": {
-            "bits": Traffic(2 * BIT + 8 + param, 4 + BIT, 0, 12),
-            "dense": Traffic(BIT + 4 + 8 + param, 4 + BIT, 0, 12),
-            "uncompressed": Traffic(grad + 4 + 8 + param, 8, 0, 12),
+            "bits": Traffic(2 * BIT + 12, 4 + BIT, 0, 12),
+            "dense": Traffic(BIT + 16, 4 + BIT, 0, 12),
+            "uncompressed": Traffic(grad + 16, 8, 0, 12),
         }[momentum],
         "soft_threshold_rate": Traffic(block_read=12),
-        "compressed_apply": Traffic((4 if momentum == "uncompressed" else BIT) + 4 + param, param),
+        "compressed_apply": Traffic((4 if momentum == "uncompressed" else BIT) + 8, 4 + copy),
     }[name]
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tables import HEADER_BYTES, Clip, Decision, Hyper, Rate
+from .tables import HEADER_BYTES, Clip, Decision, Hyper, Rate, TensorTable
 
 LR = tl.constexpr(int(Hyper.LR))
 BETA1 = tl.constexpr(int(Hyper.BETA1))
@@ -95,6 +95,12 @@ def require_bucket(elements: int, device: torch.device, **states: Tensor | None)
     for name, state in states.items():
         if state is not None:
             require(name, state, torch.float32, elements, device)
+
+
+def require_parameters(params: TensorTable) -> None:
+    """Raise ValueError unless parameters are fp32: passes read the masters of others."""
+    if params.dtype != torch.float32:
+        raise ValueError(f"Invalid params: must be torch.float32, masters where parameters are not, got {params.dtype}")
 
 
 def require_messages(elements: int, device: torch.device, **sets: Tensor) -> None:

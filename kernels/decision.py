@@ -23,6 +23,7 @@ _EQUAL = tl.constexpr(int(Decision.EQUAL))
 _RHO = tl.constexpr(int(Clip.RHO))
 _RHO_WEIGHT = tl.constexpr(int(Clip.RHO_WEIGHT))
 _MAX_NORM = tl.constexpr(int(Clip.MAX_NORM))
+_UNSCALE = tl.constexpr(int(Clip.UNSCALE))
 _RHO_DECAY = tl.constexpr(RHO_DECAY)
 _ONE_MINUS_RHO_DECAY = tl.constexpr(1 - RHO_DECAY)
 _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
@@ -61,9 +62,10 @@ def _decide_averaged_kernel(
 ):  # fmt: skip
     squares = sum_range(partials_ptr, 0, blocks, TILE)
     finite = squares < float("inf")
-    norm = tl.sqrt_rn(squares)
+    unscale = tl.load(clip_ptr + _UNSCALE)
+    norm = tl.sqrt_rn(squares) * tl.abs(unscale)
     scale = tl.div_rn(tl.load(clip_ptr + _MAX_NORM), norm)
-    tl.store(clip_ptr + GRAD_SCALE, tl.where(finite & (scale < 1.0), scale, 1.0))
+    tl.store(clip_ptr + GRAD_SCALE, tl.where(finite & (scale < 1.0), scale, 1.0) * unscale)
     if TRACK_RHO:
         rho = tl.div_rn(_root_mean(local_squares_ptr, RANKS, TILE), norm)
         usable = finite & (rho < float("inf"))
@@ -78,7 +80,7 @@ def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: t
     weight = tl.load(clip_ptr + _RHO_WEIGHT)
     rho = tl.where(weight > 0, tl.div_rn(tl.load(clip_ptr + _RHO), weight), 1.0)
     scale = tl.div_rn(tl.load(clip_ptr + _MAX_NORM) * rho, norm)
-    tl.store(clip_ptr + GRAD_SCALE, tl.where(scale < 1.0, scale, 1.0))
+    tl.store(clip_ptr + GRAD_SCALE, tl.where(scale < 1.0, scale, 1.0) * tl.load(clip_ptr + _UNSCALE))
 
 
 @kernel
@@ -111,12 +113,12 @@ def _decide_exchanged_kernel(
 def decide_averaged(partials: Tensor, local_squares: Tensor, decision: Tensor, clip: Tensor, track_rho: bool) -> None:
     """Decide a step whose gradients are alike on all ranks: skip it unless their sum of squares is finite.
 
-    Also sets the clipping factor min(1, max_norm / |g|) and, if asked, moves the running
-    rho = sqrt(mean_i |g_i|^2) / |mean_i g_i|.
+    Also sets the factor on gradients, min(1, max_norm / |g|) times what undoes the loss scale, and, if asked, moves the
+    running rho = sqrt(mean_i |g_i|^2) / |mean_i g_i|. Norms are those of unscaled gradients.
 
     Args:
-        partials: fp32 [blocks of all buckets], from `gradient_norms`.
-        local_squares: fp32 [ranks], each rank's |g_i|^2 before averaging; read only if track_rho.
+        partials: fp32 [blocks of all buckets], from `gradient_norms`, of gradients as they are.
+        local_squares: fp32 [ranks], each rank's |g_i|^2 before averaging, unscaled; read only if track_rho.
         decision: int32 [len(Decision)], updated.
         clip: fp32 [len(Clip)], updated.
         track_rho: whether rho moves.
@@ -130,10 +132,12 @@ def decide_averaged(partials: Tensor, local_squares: Tensor, decision: Tensor, c
 
 
 def clip_local(local_squares: Tensor, clip: Tensor) -> None:
-    """Set the clipping factor of a compressed step: min(1, max_norm rho / sqrt(mean_i |g_i|^2)), 1 if not finite.
+    """Set a compressed step's factor on gradients: min(1, max_norm rho / sqrt(mean_i |g_i|^2)), unscaled.
+
+    Nothing is clipped if that is not finite.
 
     Args:
-        local_squares: fp32 [ranks], each rank's |g_i|^2.
+        local_squares: fp32 [ranks], each rank's |g_i|^2, unscaled.
         clip: fp32 [len(Clip)], updated.
     """
     require("clip", clip, torch.float32, len(Clip), local_squares.device)

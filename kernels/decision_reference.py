@@ -25,9 +25,11 @@ def decide_averaged_reference(
     """Twin of `decide_averaged`."""
     squares = partials.sum()
     finite = squares < float("inf")
-    norm = squares.sqrt()
+    unscale = clip[Clip.UNSCALE]
+    norm = squares.sqrt() * unscale.abs()
     one = torch.ones_like(norm)
-    clip[Clip.GRAD_SCALE] = torch.where(finite & (norm > 0), (clip[Clip.MAX_NORM] / norm).minimum(one), one)
+    factor = torch.where(finite & (norm > 0), (clip[Clip.MAX_NORM] / norm).minimum(one), one)
+    clip[Clip.GRAD_SCALE] = factor * unscale
     if track_rho:
         rho = (local_squares.sum() / local_squares.numel()).sqrt() / norm
         usable = finite & (rho < float("inf"))
@@ -41,7 +43,7 @@ def clip_local_reference(local_squares: Tensor, clip: Tensor) -> None:
     norm = (local_squares.sum() / local_squares.numel()).sqrt()
     rho = torch.where(clip[Clip.RHO_WEIGHT] > 0, clip[Clip.RHO] / clip[Clip.RHO_WEIGHT], torch.ones_like(norm))
     scale = clip[Clip.MAX_NORM] * rho / norm
-    clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, torch.ones_like(scale))
+    clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, torch.ones_like(scale)) * clip[Clip.UNSCALE]
 
 
 def decide_exchanged_reference(received: Tensor, headers: Tensor, tags: Tensor, decision: Tensor) -> None:

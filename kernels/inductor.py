@@ -458,12 +458,13 @@ class InductorPasses:
                 part.copy_(flat(tensor)[start:stop])
         return out
 
-    def _write(self, table: TensorTable, piece: Piece, values: Tensor) -> None:
-        """Bring a piece that was read back to the tensors, unless it is a view of one."""
-        if self._whole(table, piece) is None:
-            line = values.view(-1)
+    def _write(self, table: TensorTable, copies: TensorTable | None, piece: Piece, values: Tensor) -> None:
+        """Bring a piece that was read back to the tensors, unless it is a view of one, and to their copies."""
+        line = values.view(-1)
+        written = [] if self._whole(table, piece) is not None else [table]
+        for target in written if copies is None else [*written, copies]:
             for number, start, stop, at in piece.spans:
-                tensor = table.tensors[number]
+                tensor = target.tensors[number]
                 if tensor is not None:
                     flat(tensor)[start:stop].copy_(line[at : at + stop - start])
 
@@ -488,8 +489,9 @@ class InductorPasses:
             NORMS(self._read(grads, blocks, piece, "g"), sums[piece.blocks])
 
     def lamb_update(
-        self, params: TensorTable, grads: TensorTable, blocks: BlockMap, exp_avg: Tensor, exp_avg_sq: Tensor,
-        hyper: Tensor, rates: Tensor, clip: Tensor, decision: Tensor, partials: Tensor, bias_correction: bool,
+        self, params: TensorTable, copies: TensorTable | None, grads: TensorTable, blocks: BlockMap, exp_avg: Tensor,
+        exp_avg_sq: Tensor, hyper: Tensor, rates: Tensor, clip: Tensor, decision: Tensor, partials: Tensor,
+        bias_correction: bool,
     ) -> None:  # fmt: skip
         """As in updates.py."""
         row = lamb_reference.block_rows(blocks, hyper, rates, advance=True)
@@ -504,7 +506,7 @@ class InductorPasses:
                 state = p, g, m[at], v[at], row[at], update, member
                 MOMENTS_AND_RATIO(*state, *tables, clip, decision, bias_correction)
                 STEP(p, update, member, tables[1], decision)
-                self._write(params, piece, p)
+                self._write(params, copies, piece, p)
                 continue
             for piece in group.pieces:
                 at = piece.blocks
@@ -515,7 +517,7 @@ class InductorPasses:
             for piece in group.backwards:
                 at, p = piece.blocks, self._read(params, blocks, piece, "p")
                 APPLY(p, m[at], v[at], row[at], group.member[piece.rows], tables[1], decision, bias_correction)
-                self._write(params, piece, p)
+                self._write(params, copies, piece, p)
 
     def compress_momentum(
         self, grads: TensorTable, blocks: BlockMap, x: Tensor, x_scale: Tensor, old_messages: Tensor,
@@ -573,22 +575,23 @@ class InductorPasses:
         answer.copy_(sent)
 
     def compressed_update(
-        self, params: TensorTable, grads: TensorTable | None, blocks: BlockMap, old_messages: Tensor,
-        new_messages: Tensor, exp_avg: Tensor | None, exp_avg_sq: Tensor, exp_avg_sq_fresh: Tensor, hyper: Tensor,
-        rates: Tensor, clip: Tensor, decision: Tensor, partials: Tensor, bias_correction: bool,
+        self, params: TensorTable, copies: TensorTable | None, grads: TensorTable | None, blocks: BlockMap,
+        old_messages: Tensor, new_messages: Tensor, exp_avg: Tensor | None, exp_avg_sq: Tensor,
+        exp_avg_sq_fresh: Tensor, hyper: Tensor, rates: Tensor, clip: Tensor, decision: Tensor, partials: Tensor,
+        bias_correction: bool,
     ) -> None:  # fmt: skip
         """As in updates.py."""
         if grads is not None:
             assert exp_avg is not None
             self._uncompressed_update(
-                params, grads, blocks, exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip, decision,
+                params, copies, grads, blocks, exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip, decision,
                 bias_correction,
             )  # fmt: skip
             return
         if exp_avg is not None:
             self._twins.compressed_update(
-                params, grads, blocks, old_messages, new_messages, exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates,
-                clip, decision, partials, bias_correction,
+                params, copies, grads, blocks, old_messages, new_messages, exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper,
+                rates, clip, decision, partials, bias_correction,
             )  # fmt: skip
             return
         row = lamb_reference.block_rows(blocks, hyper, rates)
@@ -605,7 +608,7 @@ class InductorPasses:
                 state = p, old[at], new[at], v[at], v_fresh[at], row[at], exchanged[at], update, member
                 REFRESH_AND_RATE(*state, *tables, decision, bias_correction)
                 STEP(p, update, member, tables[1], decision)
-                self._write(params, piece, p)
+                self._write(params, copies, piece, p)
                 continue
             for piece in group.pieces:
                 at, p = piece.blocks, self._read(params, blocks, piece, "p")
@@ -621,12 +624,13 @@ class InductorPasses:
                     p, new[at], v[at], row[at], exchanged[at], group.member[piece.rows], tables[1], decision,
                     bias_correction,
                 )  # fmt: skip
-                self._write(params, piece, p)
+                self._write(params, copies, piece, p)
         lamb_reference.commit(old_messages, new_messages, decision)
 
     def _uncompressed_update(
-        self, params: TensorTable, grads: TensorTable, blocks: BlockMap, exp_avg: Tensor, exp_avg_sq: Tensor,
-        exp_avg_sq_fresh: Tensor, hyper: Tensor, rates: Tensor, clip: Tensor, decision: Tensor, bias_correction: bool,
+        self, params: TensorTable, copies: TensorTable | None, grads: TensorTable, blocks: BlockMap, exp_avg: Tensor,
+        exp_avg_sq: Tensor, exp_avg_sq_fresh: Tensor, hyper: Tensor, rates: Tensor, clip: Tensor, decision: Tensor,
+        bias_correction: bool,
     ) -> None:  # fmt: skip
         row = lamb_reference.block_rows(blocks, hyper, rates)
         m, v, v_fresh = (state.view(blocks.blocks, -1) for state in (exp_avg, exp_avg_sq, exp_avg_sq_fresh))
@@ -645,4 +649,4 @@ class InductorPasses:
                 at, p = piece.blocks, self._read(params, blocks, piece, "p")
                 member, table = group.member[piece.rows], rates[group.segments]
                 MOVE_DENSE(p, m[at], v[at], row[at], member, table, decision, bias_correction)
-                self._write(params, piece, p)
+                self._write(params, copies, piece, p)

@@ -44,6 +44,7 @@ from .common import (
     load_segment,
     require,
     require_bucket,
+    require_parameters,
     segment_of_block,
     store_segment,
     sum_range,
@@ -57,7 +58,7 @@ def _lamb_moments_kernel(
     param_ptr, grad_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr,
     clip_ptr, decision_ptr, partials_ptr, blocks,
     BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -76,7 +77,7 @@ def _lamb_moments_kernel(
     u_squares = tl.zeros([TILE], tl.float32)
     for start in tl.static_range(0, BLOCK, TILE):
         i = start + tl.arange(0, TILE)
-        p = load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
+        p = load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
         g = load_segment(grad, offset, i, remaining, BLOCK, GRAD_DTYPE, GRAD_ALIGNED) * grad_scale
         m = beta1 * tl.load(exp_avg + i) + one_minus_beta1 * g
         v = beta2 * tl.load(exp_avg_sq + i) + one_minus_beta2 * (g * g)
@@ -118,8 +119,9 @@ def _trust_ratio_kernel(first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, dec
 
 @kernel
 def _lamb_apply_kernel(
-    param_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr, decision_ptr,
-    BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    param_ptr, copy_ptr, segment_ptr, first_block_ptr, numel_ptr, exp_avg_ptr, exp_avg_sq_ptr, hyper_ptr, rates_ptr,
+    decision_ptr, BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PARAM_ALIGNED: tl.constexpr,
+    COPY: tl.constexpr, COPY_DTYPE: tl.constexpr, COPY_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -130,14 +132,19 @@ def _lamb_apply_kernel(
     eps, weight_decay, rate = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY), tl.load(rates + RATE)
     correction1, correction2 = load_corrections(hyper, rates, False)
     param = tl.load(param_ptr + segment)
+    if COPY:
+        copy = tl.load(copy_ptr + segment)
     for start in tl.static_range(0, BLOCK, TILE):
         i = start + tl.arange(0, TILE)
-        p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
+        p = load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
         m = tl.load(exp_avg_ptr + block * BLOCK + i)
         v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
         denominator = tl.sqrt_rn(corrected(v, correction2, BIAS_CORRECTION)) + eps
         u = tl.div_rn(corrected(m, correction1, BIAS_CORRECTION), denominator) + weight_decay * p
-        store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
+        p -= rate * u
+        store_segment(param, offset, i, remaining, p, BLOCK, tl.float32, PARAM_ALIGNED)
+        if COPY:
+            store_segment(copy, offset, i, remaining, p, BLOCK, COPY_DTYPE, COPY_ALIGNED)
 
 
 def lamb_moments(
@@ -156,7 +163,7 @@ def lamb_moments(
     """Move both moments and sum |p|^2 and |u|^2 of every block; nothing changes if the step is skipped.
 
     Args:
-        params: parameters of the bucket's segments, read.
+        params: fp32 parameters of the bucket's segments, or their masters, read.
         grads: averaged gradients, missing ones count as zero.
         blocks: the bucket's block map.
         exp_avg: fp32 [blocks * block_elements], updated.
@@ -168,13 +175,14 @@ def lamb_moments(
         partials: fp32 [2, blocks], overwritten.
         bias_correction: whether m and v are divided by 1 - beta^k.
     """
+    require_parameters(params)
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     require("partials", partials, torch.float32, 2 * blocks.blocks, device)
     _lamb_moments_kernel[(blocks.blocks,)](
         params.addresses, grads.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq,
         hyper, rates, clip, decision, partials, blocks.blocks, bias_correction, block, tile_elements(block),
-        TRITON_DTYPES[params.dtype], TRITON_DTYPES[grads.dtype], params.aligned, grads.aligned,
+        TRITON_DTYPES[grads.dtype], params.aligned, grads.aligned,
         **launch_constants(block),
     )  # fmt: skip
 
@@ -198,6 +206,7 @@ def trust_ratio(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor
 
 def lamb_apply(
     params: TensorTable,
+    copies: TensorTable | None,
     blocks: BlockMap,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -206,10 +215,11 @@ def lamb_apply(
     decision: Tensor,
     bias_correction: bool,
 ) -> None:
-    """p -= rate u, with u computed again from the moments; rounded to the parameter's dtype. Walks backwards.
+    """p -= rate u, with u computed again from the moments. Walks backwards.
 
     Args:
-        params: parameters of the bucket's segments, updated in place.
+        params: fp32 parameters of the bucket's segments, or their masters, updated in place.
+        copies: None, or the parameters whose masters these are; overwritten, rounded to their dtype.
         blocks: the bucket's block map.
         exp_avg: fp32 [blocks * block_elements].
         exp_avg_sq: likewise.
@@ -218,10 +228,13 @@ def lamb_apply(
         decision: int32 [len(Decision)].
         bias_correction: whether m and v are divided by 1 - beta^k.
     """
+    require_parameters(params)
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    copy = params if copies is None else copies
     _lamb_apply_kernel[(blocks.blocks,)](
-        params.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq, hyper, rates,
-        decision, bias_correction, block, tile_elements(block), TRITON_DTYPES[params.dtype], params.aligned,
+        params.addresses, copy.addresses, blocks.segment, blocks.first_block, blocks.numel, exp_avg, exp_avg_sq, hyper,
+        rates, decision, bias_correction, block, tile_elements(block), params.aligned, copies is not None,
+        TRITON_DTYPES[copy.dtype], copy.aligned,
         **launch_constants(block),
     )  # fmt: skip

@@ -26,6 +26,14 @@ def root(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(x.numpy()))
 
 
+def round_to(copies: TensorTable | None, p: Tensor, blocks: BlockMap, decision: Tensor) -> None:
+    """Overwrite the parameters whose masters p [blocks, B] are, if there are any and the step is not skipped."""
+    if copies is not None:
+        rounded = copies.gather(blocks)
+        commit(rounded, p, decision)
+        copies.scatter(rounded, blocks)
+
+
 def block_rows(blocks: BlockMap, hyper: Tensor, rates: Tensor, advance: bool = False) -> Tensor:
     """Scalars of every block, [blocks, 8]: beta1, 1-beta1, beta2, 1-beta2, eps, weight decay, both bias corrections.
 
@@ -116,6 +124,7 @@ def apply(p: Tensor, m: Tensor, v: Tensor, row: Tensor, rate: Tensor, bias_corre
 
 def lamb_apply_reference(
     params: TensorTable,
+    copies: TensorTable | None,
     blocks: BlockMap,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -130,3 +139,4 @@ def lamb_apply_reference(
     rate = blocks.rows(rates, Rate.RATE)
     commit(p, apply(p, m, v, block_rows(blocks, hyper, rates), rate, bias_correction), decision)
     params.scatter(p, blocks)
+    round_to(copies, p, blocks, decision)

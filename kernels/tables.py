@@ -71,10 +71,11 @@ class Decision(IntEnum):
 class Clip(IntEnum):
     """Entries of the clipping vector, fp32."""
 
-    GRAD_SCALE = 0  # factor on every gradient of this step
+    GRAD_SCALE = 0  # factor on every gradient of this step: UNSCALE and clipping
     RHO = 1  # running sum for rho = sqrt(mean_i |g_i|^2) / |mean_i g_i|
     RHO_WEIGHT = 2  # 1 - decay^k, divides RHO
     MAX_NORM = 3  # max_grad_norm, inf when off
+    UNSCALE = 4  # 1 over the loss scale, negative where the objective is maximized
 
 
 RHO_DECAY = 0.99

@@ -16,6 +16,7 @@ from .tables import BlockMap, TensorTable
 def lamb_update(
     passes: Any,
     params: TensorTable,
+    copies: TensorTable | None,
     grads: TensorTable,
     blocks: BlockMap,
     exp_avg: Tensor,
@@ -32,12 +33,13 @@ def lamb_update(
         params, grads, blocks, exp_avg, exp_avg_sq, hyper, rates, clip, decision, partials, bias_correction
     )
     passes.trust_ratio(blocks, partials, hyper, rates, decision)
-    passes.lamb_apply(params, blocks, exp_avg, exp_avg_sq, hyper, rates, decision, bias_correction)
+    passes.lamb_apply(params, copies, blocks, exp_avg, exp_avg_sq, hyper, rates, decision, bias_correction)
 
 
 def compressed_update(
     passes: Any,
     params: TensorTable,
+    copies: TensorTable | None,
     grads: TensorTable | None,
     blocks: BlockMap,
     old_messages: Tensor,
@@ -63,6 +65,6 @@ def compressed_update(
     )  # fmt: skip
     passes.soft_threshold_rate(blocks, partials, hyper, rates, decision)
     passes.compressed_apply(
-        params, blocks, old_messages, new_messages, None if grads is None else exp_avg, exp_avg_sq, hyper, rates,
-        decision, bias_correction,
+        params, copies, blocks, old_messages, new_messages, None if grads is None else exp_avg, exp_avg_sq, hyper,
+        rates, decision, bias_correction,
     )  # fmt: skip

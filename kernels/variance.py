@@ -55,6 +55,7 @@ from .common import (
     require,
     require_bucket,
     require_messages,
+    require_parameters,
     segment_of_block,
     signed,
     store_segment,
@@ -69,7 +70,7 @@ def _fresh_variance_kernel(
     exp_avg_sq_ptr, exp_avg_sq_fresh_ptr, hyper_ptr, rates_ptr, clip_ptr, decision_ptr, partials_ptr,
     blocks, blocks_per_chunk, message_bytes, BIAS_CORRECTION: tl.constexpr,
     OLD_DENSE: tl.constexpr, NEW_DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr, PARAM_ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -133,7 +134,7 @@ def _fresh_variance_kernel(
         ratio = tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0)
         factor = tl.maximum(factor, tl.max(ratio, axis=0, keep_dims=True))
         direction = tl.where(part, tl.div_rn(direction, denominator), 0.0)
-        u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, PARAM_DTYPE, PARAM_ALIGNED)
+        u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
         direction_squares += tl.sum(direction * direction, axis=0, keep_dims=True)
         u_squares += tl.sum(u * u, axis=0, keep_dims=True)
     tl.store(partials_ptr + block, tl.max(factor))
@@ -172,10 +173,10 @@ def _soft_threshold_rate_kernel(
 
 @kernel
 def _compressed_apply_kernel(
-    param_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
+    param_ptr, copy_ptr, segment_ptr, first_block_ptr, numel_ptr, old_messages_ptr, new_messages_ptr, exp_avg_ptr,
     exp_avg_sq_ptr, hyper_ptr, rates_ptr, decision_ptr, blocks_per_chunk, message_bytes,
     BIAS_CORRECTION: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    PARAM_ALIGNED: tl.constexpr, COPY: tl.constexpr, COPY_DTYPE: tl.constexpr, COPY_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -186,6 +187,8 @@ def _compressed_apply_kernel(
     eps, weight_decay, rate = tl.load(hyper + EPS), tl.load(hyper + WEIGHT_DECAY), tl.load(rates + RATE)
     correction1, correction2 = load_corrections(hyper, rates, False)
     param = tl.load(param_ptr + segment)
+    if COPY:
+        copy = tl.load(copy_ptr + segment)
     PLANE: tl.constexpr = BLOCK // 8
     j = tl.arange(0, PLANE)[None, :]
     if not DENSE:
@@ -199,7 +202,7 @@ def _compressed_apply_kernel(
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
-        p = load_segment(param, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
+        p = load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
         v = tl.load(exp_avg_sq_ptr + block * BLOCK + i)
         if DENSE:
             m = corrected(tl.load(exp_avg_ptr + block * BLOCK + i), correction1, BIAS_CORRECTION)
@@ -207,7 +210,10 @@ def _compressed_apply_kernel(
             m = signed(signs, k, m_scale)
         denominator = tl.sqrt_rn(corrected(tl.abs(v), correction2, BIAS_CORRECTION)) + eps
         u = tl.where(v > 0, tl.div_rn(m, denominator), 0.0) + weight_decay * p
-        store_segment(param, offset, i, remaining, p - rate * u, BLOCK, DTYPE, ALIGNED)
+        p -= rate * u
+        store_segment(param, offset, i, remaining, p, BLOCK, tl.float32, PARAM_ALIGNED)
+        if COPY:
+            store_segment(copy, offset, i, remaining, p, BLOCK, COPY_DTYPE, COPY_ALIGNED)
 
 
 def fresh_variance(
@@ -233,7 +239,7 @@ def fresh_variance(
     them and written to exp_avg. Where both are bits, g~^2 takes two values in a block: the sign changed, or not.
 
     Args:
-        params: parameters of the bucket's segments, read.
+        params: fp32 parameters of the bucket's segments, or their masters, read.
         grads: None, or this process's gradients.
         blocks: the bucket's block map.
         old_messages: uint8 [ranks, message bytes], what the last exchange left; planes overwritten.
@@ -248,6 +254,7 @@ def fresh_variance(
         partials: fp32 [3, blocks], overwritten.
         bias_correction: whether m and v are divided by 1 - beta^k, k steps of warmup.
     """
+    require_parameters(params)
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = new_messages.shape
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_sq_fresh=exp_avg_sq_fresh)
@@ -259,8 +266,8 @@ def fresh_variance(
         params.addresses, source.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages,
         new_messages, exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, exp_avg_sq_fresh, hyper, rates, clip,
         decision, partials, blocks.blocks, blocks.blocks // ranks, message_bytes, bias_correction, exp_avg is not None,
-        grads is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype], TRITON_DTYPES[source.dtype],
-        params.aligned, source.aligned, **launch_constants(block),
+        grads is not None, block, planes_at_once(), TRITON_DTYPES[source.dtype], params.aligned, source.aligned,
+        **launch_constants(block),
     )  # fmt: skip
 
 
@@ -283,6 +290,7 @@ def soft_threshold_rate(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates
 
 def compressed_apply(
     params: TensorTable,
+    copies: TensorTable | None,
     blocks: BlockMap,
     old_messages: Tensor,
     new_messages: Tensor,
@@ -293,13 +301,15 @@ def compressed_apply(
     decision: Tensor,
     bias_correction: bool,
 ) -> None:
-    """p -= rate u, the momentum read from messages or, if given, from exp_avg; rounded to the parameter's dtype.
+    """p -= rate u, the momentum read from messages or, if given, from exp_avg.
 
     Walks backwards. The headers of new_messages become those of old_messages, which so hold this step's momentum:
     not before all of the bucket's variance passes, which read the old ones.
 
     Args:
-        params: parameters of the bucket's segments, updated in place; masked elements move by weight decay alone.
+        params: fp32 parameters of the bucket's segments, or their masters, updated in place; masked elements move by
+            weight decay alone.
+        copies: None, or the parameters whose masters these are; overwritten, rounded to their dtype.
         blocks: the bucket's block map.
         old_messages: uint8 [ranks, message bytes]; headers overwritten.
         new_messages: uint8 [ranks, message bytes], what this step's exchange left.
@@ -310,14 +320,16 @@ def compressed_apply(
         decision: int32 [len(Decision)].
         bias_correction: whether m and v are divided by 1 - beta^k, k steps of warmup.
     """
+    require_parameters(params)
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, decision.device
     ranks, message_bytes = new_messages.shape
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if exp_avg is None:
         require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
+    copy = params if copies is None else copies
     _compressed_apply_kernel[(blocks.blocks,)](
-        params.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages, new_messages,
+        params.addresses, copy.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages, new_messages,
         exp_avg_sq if exp_avg is None else exp_avg, exp_avg_sq, hyper, rates, decision, blocks.blocks // ranks,
-        message_bytes, bias_correction, exp_avg is not None, block, planes_at_once(), TRITON_DTYPES[params.dtype],
-        params.aligned, **launch_constants(block),
+        message_bytes, bias_correction, exp_avg is not None, block, planes_at_once(), params.aligned,
+        copies is not None, TRITON_DTYPES[copy.dtype], copy.aligned, **launch_constants(block),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .gradients_reference import sum_of_squares
-from .lamb_reference import block_rows, commit, root
+from .lamb_reference import block_rows, commit, root, round_to
 from .momentum_reference import finite_gradient, momentum_of_messages
 from .planes_reference import block_planes, plane_bits, planes
 from .tables import HEADER_BYTES, BlockMap, Clip, Hyper, Rate, TensorTable
@@ -140,6 +140,7 @@ def soft_threshold_rate_reference(
 
 def compressed_apply_reference(
     params: TensorTable,
+    copies: TensorTable | None,
     blocks: BlockMap,
     old_messages: Tensor,
     new_messages: Tensor,
@@ -158,5 +159,6 @@ def compressed_apply_reference(
         m = m / row[:, 6:7]
     commit(p, move(p, m, exp_avg_sq.view(p.shape), row, rate, bias_correction), decision)
     params.scatter(p, blocks)
+    round_to(copies, p, blocks, decision)
     if exp_avg is None:
         commit(old_messages[:, :HEADER_BYTES], new_messages[:, :HEADER_BYTES], decision)

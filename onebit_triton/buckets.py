@@ -123,7 +123,9 @@ class Bucket:
         parameters: the parameters of its segments.
         layout: where they lie.
         map: the block map.
-        params: table of the parameters; grads: table of their gradients.
+        params: table of the fp32 parameters, or of their masters; grads: table of the gradients.
+        copies: None, or the table of the bf16 or fp16 parameters whose masters `params` has.
+        master: None, or the masters, fp32 [elements].
         hyper, rates: this bucket's rows of the per-segment tables, fp32 [segments, columns].
         norms: this bucket's part of the gradients' sums of squares, fp32 [blocks].
         partials: fp32 [3, blocks], scratch for reductions.
@@ -151,10 +153,19 @@ class Bucket:
         self.parameters = list(parameters)
         self._planned = [_form(p) for p in parameters]
         self.map = block_map(layout, block_elements, device)
-        self.params = TensorTable(len(parameters), layout.dtype, device)
+        self.params = TensorTable(len(parameters), torch.float32, device)
         self.grads = TensorTable(len(parameters), layout.dtype, device)
         self.hyper, self.rates, self.norms = hyper, rates, norms
         self.partials = torch.zeros(3, layout.blocks, dtype=torch.float32, device=device)
+        self.copies: TensorTable | None = None
+        self.master: Tensor | None = None
+        if layout.dtype != torch.float32:
+            self.copies = TensorTable(len(parameters), layout.dtype, device)
+            self.master = self.zeros()
+            self._masters = self.views(self.master)
+            for view, parameter in zip(self._masters, parameters, strict=True):
+                view.copy_(parameter)
+        self._written = [_contents(p) for p in parameters]
         self.exp_avg: Tensor | None = self.zeros()
         self.exp_avg_sq: Tensor = self.zeros()
         self.exp_avg_sq_fresh: Tensor | None = None
@@ -194,6 +205,25 @@ class Bucket:
                     f"built, {planned}, got {_form(parameter)}. Build a new optimizer."
                 )
 
+    def point_at_parameters(self) -> None:
+        """Point the tables at today's parameters; masters follow what others have written to them since `note_written`.
+
+        A master whose parameter still is its rounded value keeps the bits that the parameter cannot hold.
+        """
+        if self.master is None or self.copies is None:
+            self.params.set(self.parameters)
+            return
+        for number, (parameter, view) in enumerate(zip(self.parameters, self._masters, strict=True)):
+            if _contents(parameter) != self._written[number]:
+                view.copy_(torch.where(view.to(parameter.dtype) == parameter, view, parameter.to(view.dtype)))
+        self.params.set(self._masters)
+        self.copies.set(self.parameters)
+
+    def note_written(self) -> None:
+        """Take what the parameters hold now for what belongs to their masters."""
+        if self.master is not None:
+            self._written = [_contents(p) for p in self.parameters]
+
     def columns(self, column: Rate) -> Tensor:
         """One column of the layer table, fp32 [segments]."""
         return self.rates[:, column]
@@ -204,6 +234,7 @@ class Bucket:
             self.partials,
             self.norms,
             self.map.segment,
+            self.master,
             self.exp_avg,
             self.exp_avg_sq,
             self.exp_avg_sq_fresh,
@@ -217,6 +248,11 @@ class Bucket:
 def _form(tensor: Tensor) -> tuple[object, ...]:
     """What a launch takes for granted about a parameter."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _contents(tensor: Tensor) -> tuple[int, int]:
+    """What differs once somebody has written to a tensor, or replaced its data."""
+    return tensor.data_ptr(), tensor._version
 
 
 def message_bytes(layout: BucketLayout, block_elements: int, ranks: int) -> int:

@@ -89,14 +89,16 @@ class Progress:
 def export_state(replica: Replica, stage: Warmup | Uncompressed | Compression) -> dict[Tensor, dict[str, Tensor]]:
     """Copies of every parameter's state, in the parameter's shape and fp32.
 
-    Keys: `SCALARS`, exp_avg, exp_avg_sq; in compression exp_avg_sq_fresh; on several ranks also worker_error (this
-    rank's) and server_error (1-D, the part of the tensor that lies in this rank's chunk, often empty).
+    Keys: `SCALARS`, exp_avg, exp_avg_sq; master of a parameter that is not fp32; in compression exp_avg_sq_fresh; on
+    several ranks also worker_error (this rank's) and server_error (1-D, the part of the tensor that lies in this rank's
+    chunk, often empty).
     """
     exported: dict[Tensor, dict[str, Tensor]] = {}
     for number, bucket in enumerate(replica.buckets):
         flats = {
             "exp_avg": dense_momentum(bucket, stage, number),
             "exp_avg_sq": bucket.exp_avg_sq.abs(),
+            "master": bucket.master,
             "exp_avg_sq_fresh": bucket.exp_avg_sq_fresh,
             "worker_error": None if bucket.x is None else pending_error(bucket.x, bucket.x_scale),
         }
@@ -199,6 +201,8 @@ def _check_state(
         for row, parameter in enumerate(bucket.parameters):
             entry, name = entries.get(parameter, {}), names[parameter]
             shapes = dict.fromkeys(wanted, parameter.shape) | dict.fromkeys(SCALARS, torch.Size())
+            if "master" in entry:
+                shapes["master"] = parameter.shape
             if ranked:
                 part = _in_chunk(bucket, row, replica)
                 shapes["server_error"] = torch.Size([part.stop - part.start])
@@ -213,7 +217,10 @@ def _check_state(
 
 
 def import_dense(replica: Replica, entries: dict[Tensor, dict[str, Tensor]], compression: bool) -> None:
-    """Copy moments and layer scalars into a replica that is in warmup."""
+    """Copy moments, masters and layer scalars into a replica that is in warmup.
+
+    A master that was not saved, because the parameter was fp32 then, is the parameter.
+    """
     for bucket in replica.buckets:
         flats = {"exp_avg": bucket.exp_avg, "exp_avg_sq": bucket.exp_avg_sq}
         if compression:
@@ -225,6 +232,8 @@ def import_dense(replica: Replica, entries: dict[Tensor, dict[str, Tensor]], com
         for row, parameter in enumerate(bucket.parameters):
             for key, column in SCALARS.items():
                 bucket.rates[row, column] = entries[parameter][key].to(torch.float32)
+            if bucket.master is not None and "master" in entries[parameter]:
+                bucket.views(bucket.master)[row].copy_(entries[parameter]["master"])
 
 
 def import_errors(replica: Replica, entries: dict[Tensor, dict[str, Tensor]]) -> None:
@@ -245,15 +254,20 @@ def _copy_unmasked(state: Tensor, error: Tensor) -> None:
 
 def carry_over(old: Replica, new: Replica) -> None:
     """Copy the warmup state of the parameters that two replicas share; for a param group added in warmup."""
+    for bucket in old.buckets:
+        bucket.point_at_parameters()  # masters follow
     places = {parameter: (bucket, row) for bucket in old.buckets for row, parameter in enumerate(bucket.parameters)}
     for parameter, bucket, row in _rows(new):
         if parameter in places:
             source, source_row = places[parameter]
             bucket.rates[row] = source.rates[source_row]
-            for mine, theirs in ((bucket.exp_avg, source.exp_avg), (bucket.exp_avg_sq, source.exp_avg_sq)):
-                assert mine is not None
-                assert theirs is not None
-                bucket.views(mine)[row].copy_(source.views(theirs)[source_row])
+            for mine, theirs in (
+                (bucket.exp_avg, source.exp_avg),
+                (bucket.exp_avg_sq, source.exp_avg_sq),
+                (bucket.master, source.master),
+            ):
+                if mine is not None and theirs is not None:
+                    bucket.views(mine)[row].copy_(source.views(theirs)[source_row])
     new.decision.copy_(old.decision)
     new.clip.copy_(old.clip)
 

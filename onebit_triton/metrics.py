@@ -29,7 +29,7 @@ def collect_metrics(replica: Replica, stage: Warmup | Uncompressed | Compression
         "masked_elements": layout.elements - taking_part if stage.name == "compression" else 0,
         "state_bytes": sum(tensor.nbytes for tensor in replica.held() + stage.held()),
         "error_ratio": (error / sent) ** 0.5 if sent > 0 else 0.0,
-        "grad_scale": float(replica.clip[Clip.GRAD_SCALE]),
+        "grad_scale": float(replica.clip[Clip.GRAD_SCALE] / replica.clip[Clip.UNSCALE]),
         "layers": [name for names in replica.names for name in names],
         "trust_ratio": rates[:, Rate.COEFF_USED].tolist(),
         "factor": rates[:, Rate.FACTOR].tolist(),

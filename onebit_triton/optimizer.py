@@ -9,9 +9,11 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from . import checkpoint
+from .amp import pending_scale, tell_skipped
 from .buckets import fingerprint, plan_layout
 from .collectives import Communicator, ProcessGroup
 from .ddp import GradientHook, install_hook
@@ -43,8 +45,10 @@ class OneBitLamb(Optimizer):
     A step in which any rank has a non-finite gradient is skipped on all ranks. A missing gradient counts as zero.
     Elements that never saw a gradient (v = 0 at the switch) move by weight decay alone afterwards.
 
-    All arithmetic and state is fp32; parameters may be fp32, bf16 or fp16 and are rounded when written. Every call
-    that is marked collective must be made by all ranks of the process group.
+    All arithmetic and state is fp32. Parameters may be fp32, bf16 or fp16; of the latter two the optimizer keeps masters
+    in fp32, 4 bytes per parameter, and writes them rounded. A master follows what others write to its parameter.
+
+    Every call that is marked collective must be made by all ranks of the process group.
 
     Args:
         params: tensors, param groups, or named parameters. All on one device.
@@ -59,6 +63,7 @@ class OneBitLamb(Optimizer):
         coeff_bias_correction: use C / (1 - coeff_beta^k); False is what DeepSpeed computed.
         factor_max, factor_min: clamps of f.
         factor_threshold: f moves at most by this share a step.
+        maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
         process_group: None means the default group when torch.distributed is initialised, else a single process.
         backend: "triton", "torch", "inductor" (torch's passes compiled: the fast one on a CPU), or "auto" (triton on
@@ -77,6 +82,9 @@ class OneBitLamb(Optimizer):
         >>> optimizer = OneBitLamb(model.parameters(), lr=4e-3, freeze_step=2000)
         >>> model = optimizer.attach(DistributedDataParallel(model))
     """
+
+    _step_supports_amp_scaling = True
+    """Tells torch's GradScaler to leave unscaling and skipping to `step`."""
 
     _built = False
     _replayed = False
@@ -99,6 +107,7 @@ class OneBitLamb(Optimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        maximize: bool = False,
         max_grad_norm: float | None = None,
         process_group: ProcessGroup | None = None,
         backend: str = "auto",
@@ -115,7 +124,9 @@ class OneBitLamb(Optimizer):
         self._attached: set[Tensor] = set()
         self._attached_all = False
         self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
-        self._flags = {"bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction}
+        self._flags = {
+            "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
+        }  # fmt: skip
         self._block_elements, self._bucket_elements = block_elements, bucket_elements
         self._calls = self._warmup_base = 0
         self._warmup_steps = self._check_at = freeze_step
@@ -202,7 +213,7 @@ class OneBitLamb(Optimizer):
         previous = self._replica if self._built and not fresh else None
         self._replica = Replica(
             layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
-            self._flags["bias_correction"], parameters[0].device,
+            self._flags["bias_correction"], self._flags["maximize"], parameters[0].device,
         )  # fmt: skip
         if previous is not None:
             checkpoint.carry_over(previous, self._replica)
@@ -235,6 +246,8 @@ class OneBitLamb(Optimizer):
         self.state = defaultdict(dict)
         for bucket in self._replica.buckets:
             shown = {"exp_avg_sq": bucket.exp_avg_sq}
+            if bucket.master is not None:
+                shown["master"] = bucket.master
             if self.stage == "warmup":
                 assert bucket.exp_avg is not None
                 shown["exp_avg"] = bucket.exp_avg
@@ -245,13 +258,15 @@ class OneBitLamb(Optimizer):
                     self.state[parameter][key] = view
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, grad_scaler: GradScaler | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, grad_scaler: GradScaler | None = None) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float] | None = None, *, grad_scaler: GradScaler | None = None
+    ) -> float | None:
         """Take one step (collective).
 
         A step can be captured in a CUDA graph and replayed, in either stage: after one step of that stage on the
@@ -260,6 +275,8 @@ class OneBitLamb(Optimizer):
 
         Args:
             closure: reevaluates the model and returns the loss.
+            grad_scaler: what `scaler.step(optimizer)` passes. Gradients are unscaled as they are first read; the scaler
+                is told whether any rank had to skip, so that its scale stays equal on all ranks.
 
         Returns:
             What the closure returned, else None.
@@ -278,10 +295,13 @@ class OneBitLamb(Optimizer):
                 self._monitor.report()
             self._hyper.refresh(self.param_groups)
             replica.point_at_tensors()
+            replica.unscale_by(self._loss_scale(grad_scaler))
             if isinstance(self._stage, Warmup):
                 self._stage.step(self._hook_squares(), self._averaged_by_hooks())
             else:
                 self._stage.step()
+            if grad_scaler is not None:
+                tell_skipped(grad_scaler, self, replica.decision)
             if not capturing:
                 self._monitor.observe()
         replica.release_gradients()
@@ -297,6 +317,10 @@ class OneBitLamb(Optimizer):
             if self._calls >= self._check_at:
                 self._end_warmup()
         return loss
+
+    def _loss_scale(self, grad_scaler: GradScaler | None) -> Tensor | None:
+        """By what the gradients are scaled, if they are; wrapped optimizers find it in an attribute, set for a step."""
+        return getattr(self, "grad_scale", None) if grad_scaler is None else pending_scale(grad_scaler, self)
 
     def _count_replays(self) -> None:
         """Count the steps that replays of a CUDA graph have taken: only the device knows of them."""

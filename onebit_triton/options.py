@@ -12,7 +12,7 @@ from torch import Tensor
 from .buckets import DTYPES, memory_order_is_dense
 
 OPTIMIZER_OPTIONS = (
-    "freeze_step", "bias_correction", "coeff_bias_correction", "max_grad_norm", "process_group", "backend",
+    "freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm", "process_group", "backend",
     "bucket_elements", "block_elements",
 )  # fmt: skip
 """Options of the whole optimizer; every param group may set the others for itself."""

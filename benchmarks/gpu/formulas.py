@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onebit_triton.kernels.tables import HEADER_BYTES, RHO_DECAY, Clip, Hyper, Rate
 
-ELEMENTWISE = ("out", "params", "exp_avg", "exp_avg_sq_fresh", "exp_avg_sq", "x", "y")
+ELEMENTWISE = ("out", "params", "copies", "exp_avg", "exp_avg_sq_fresh", "exp_avg_sq", "x", "y")
 """What may also be off by some roundings of the largest element, since terms may cancel."""
 
 
@@ -95,11 +95,11 @@ def gradient_norms(a: Any) -> dict[str, Tensor]:
 
 def decide_averaged(a: Any) -> dict[str, Tensor]:
     clip, squares = a.clip.double(), a.partials.double().sum()
-    norm = squares.sqrt()
+    norm = squares.sqrt() * clip[Clip.UNSCALE].abs()
     if not squares.float().isfinite():
-        clip[Clip.GRAD_SCALE] = 1.0
+        clip[Clip.GRAD_SCALE] = clip[Clip.UNSCALE]
         return {"clip": clip}
-    clip[Clip.GRAD_SCALE] = (clip[Clip.MAX_NORM] / norm).clamp(max=1.0)
+    clip[Clip.GRAD_SCALE] = (clip[Clip.MAX_NORM] / norm).clamp(max=1.0) * clip[Clip.UNSCALE]
     if a.track_rho:
         rho = a.local_squares.double().mean().sqrt() / norm
         for entry, value in ((Clip.RHO, rho), (Clip.RHO_WEIGHT, 1.0)):
@@ -111,7 +111,7 @@ def clip_local(a: Any) -> dict[str, Tensor]:
     clip, norm = a.clip.double(), a.local_squares.double().mean().sqrt()
     rho = clip[Clip.RHO] / clip[Clip.RHO_WEIGHT] if clip[Clip.RHO_WEIGHT] > 0 else 1.0
     scale = clip[Clip.MAX_NORM] * rho / norm
-    clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, 1.0)
+    clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, 1.0) * clip[Clip.UNSCALE]
     return {"clip": clip}
 
 
@@ -143,11 +143,16 @@ def trust_ratio(a: Any) -> dict[str, Tensor]:
     return {"rates": rates}
 
 
+def _parameters(a: Any, new: Tensor) -> dict[str, Tensor]:
+    """New parameters, and what is written of them besides."""
+    return {"params": new} | ({} if a.copies is None else {"copies": new})
+
+
 def lamb_apply(a: Any) -> dict[str, Tensor]:
     p, (one, two) = a.params.gather(a.blocks).double(), _corrections(a, advance=False)
     denominator = (_shaped(a, a.exp_avg_sq) / two).sqrt() + _column(a, "hyper", Hyper.EPS)
     u = _shaped(a, a.exp_avg) / one / denominator + _column(a, "hyper", Hyper.WEIGHT_DECAY) * p
-    return {"params": p - _column(a, "rates", Rate.RATE) * u}
+    return _parameters(a, p - _column(a, "rates", Rate.RATE) * u)
 
 
 def compress_momentum(a: Any) -> dict[str, Tensor]:
@@ -220,7 +225,7 @@ def compressed_apply(a: Any) -> dict[str, Tensor]:
     p, v, (one, two) = a.params.gather(a.blocks).double(), _shaped(a, a.exp_avg_sq), _corrections(a, advance=False)
     denominator = (v.abs() / two).sqrt() + _column(a, "hyper", Hyper.EPS)
     up = torch.where(v > 0, _momentum(a, a.new_messages) / one / denominator, 0.0)
-    return {"params": p - _column(a, "rates", Rate.RATE) * (up + _column(a, "hyper", Hyper.WEIGHT_DECAY) * p)}
+    return _parameters(a, p - _column(a, "rates", Rate.RATE) * (up + _column(a, "hyper", Hyper.WEIGHT_DECAY) * p))
 
 
 FORMULAS: dict[str, Callable[[Any], dict[str, Tensor]]] = {

@@ -71,9 +71,9 @@ class Compression:
             for i, (bucket, work) in enumerate(zip(replica.buckets, returned, strict=True)):
                 work.wait()
                 passes.compressed_update(
-                    bucket.params, None, bucket.map, exchange.momentum[i], exchange.messages[i], bucket.exp_avg,
-                    bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision,
-                    bucket.partials, replica.bias_correction,
+                    bucket.params, bucket.copies, None, bucket.map, exchange.momentum[i], exchange.messages[i],
+                    bucket.exp_avg, bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip,
+                    decision, bucket.partials, replica.bias_correction,
                 )  # fmt: skip
                 passes.undo_momentum(
                     bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.momentum[i], bucket.exp_avg,

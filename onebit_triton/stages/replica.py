@@ -30,6 +30,8 @@ class Replica:
         communicator: the process group.
         max_grad_norm: global clipping norm, or None.
         bias_correction: whether m and v are divided by 1 - beta^k.
+        maximize: whether the gradients are to be followed upwards.
+        device: of all parameters.
 
     Attributes:
         hyper: fp32 [segments, len(Hyper)]; rates: fp32 [segments, len(Rate)]; segments in bucket order.
@@ -48,6 +50,7 @@ class Replica:
         communicator: Communicator,
         max_grad_norm: float | None,
         bias_correction: bool,
+        maximize: bool,
         device: torch.device,
     ) -> None:
         self.layout, self.passes, self.communicator, self.device = layout, passes, communicator, device
@@ -61,7 +64,8 @@ class Replica:
         self.decision = torch.zeros(len(Decision), dtype=torch.int32, device=device)
         self.decision[Decision.BAD_RANK] = -1
         self.clip = torch.zeros(len(Clip), dtype=torch.float32, device=device)
-        self.clip[Clip.GRAD_SCALE] = 1.0
+        self.clip[[Clip.GRAD_SCALE, Clip.UNSCALE]] = self._sign = -1.0 if maximize else 1.0
+        self._scaled = False
         self.clip[Clip.MAX_NORM] = float("inf") if max_grad_norm is None else max_grad_norm
         self.local_squares = torch.zeros(communicator.ranks, dtype=torch.float32, device=device)
         self._own_squares = torch.zeros(1, dtype=torch.float32, device=device)
@@ -91,7 +95,7 @@ class Replica:
         """
         for bucket, names in zip(self.buckets, self.names, strict=True):
             bucket.check_parameters(names)
-            bucket.params.set(bucket.parameters)
+            bucket.point_at_parameters()
             bucket.grads.set([gradient_like(p, name) for p, name in zip(bucket.parameters, names, strict=True)])
 
     def capturing(self) -> bool:
@@ -106,6 +110,7 @@ class Replica:
         """Let go of the gradients, so that zero_grad frees them."""
         for bucket in self.buckets:
             bucket.grads.release()
+            bucket.note_written()
 
     def local_gradients(self) -> list[TensorTable]:
         """Tables of this rank's gradients as torch holds them, one per bucket."""
@@ -121,8 +126,22 @@ class Replica:
         self.measure(self.local_gradients())
         return torch.sum(self.norms, 0, keepdim=True, out=self._own_squares)
 
+    def unscale_by(self, loss_scale: Tensor | None) -> None:
+        """Undo a loss scale, fp32 of one element, in whatever reads the gradients of this step; None: there is none."""
+        if loss_scale is None and not self._scaled:
+            return
+        self._scaled = loss_scale is not None
+        factors = self.clip[Clip.GRAD_SCALE], self.clip[Clip.UNSCALE]
+        for factor in factors:
+            if loss_scale is None:
+                factor.fill_(self._sign)
+            else:
+                factor.copy_(loss_scale.view(()), non_blocking=True).reciprocal_().mul_(self._sign)
+
     def share_local_squares(self, squares: Tensor) -> None:
-        """Give every rank every rank's sum of squares."""
+        """Give every rank every rank's sum of squares, unscaled; overwrites this rank's."""
+        unscale = self.clip[Clip.UNSCALE]
+        squares.mul_(unscale).mul_(unscale)
         self.communicator.all_gather(self.local_squares, squares).wait()
 
     def held(self) -> list[Tensor]:

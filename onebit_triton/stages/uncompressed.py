@@ -28,9 +28,9 @@ class Uncompressed:
         with phase("update"):
             for bucket in replica.buckets:
                 passes.compressed_update(
-                    bucket.params, bucket.grads, bucket.map, self._no_messages, self._no_messages, bucket.exp_avg,
-                    bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip, decision,
-                    bucket.partials, replica.bias_correction,
+                    bucket.params, bucket.copies, bucket.grads, bucket.map, self._no_messages, self._no_messages,
+                    bucket.exp_avg, bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip,
+                    decision, bucket.partials, replica.bias_correction,
                 )  # fmt: skip
 
     def held(self) -> list[Tensor]:

@@ -45,8 +45,8 @@ class Warmup:
         with phase("update"):
             for bucket, grads in zip(replica.buckets, tables, strict=True):
                 passes.lamb_update(
-                    bucket.params, grads, bucket.map, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper, bucket.rates,
-                    replica.clip, replica.decision, bucket.partials[:2], replica.bias_correction,
+                    bucket.params, bucket.copies, grads, bucket.map, bucket.exp_avg, bucket.exp_avg_sq, bucket.hyper,
+                    bucket.rates, replica.clip, replica.decision, bucket.partials[:2], replica.bias_correction,
                 )  # fmt: skip
 
     def _average(self) -> list[TensorTable]:

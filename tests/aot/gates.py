@@ -46,12 +46,12 @@ WRITES = {
     "flatten_gradients": ("out",),
     "gradient_norms": (),
     "lamb_moments": ("exp_avg", "exp_avg_sq"),
-    "lamb_apply": ("params",),
+    "lamb_apply": ("params", "copies"),
     "compress_momentum": ("x",),
     "undo_momentum": ("x",),
     "reduce_chunk": ("y",),
     "fresh_variance": ("exp_avg", "exp_avg_sq_fresh"),
-    "compressed_apply": ("params",),
+    "compressed_apply": ("params", "copies"),
 }
 """Pass -> what it writes element by element; the momentum only where there are gradients to move it by."""
 
@@ -147,12 +147,12 @@ def wide_accesses(launch: Launch, tensors: tuple[str, ...]) -> dict[int, int]:
     setting, lanes = launch.setting, _lanes(launch)
     own = max(1, lanes // (32 * launch.options["num_warps"]))
     grad_size = (setting.grad_dtype or setting.dtype).itemsize
-    sizes = {"params": setting.dtype.itemsize, "grads": grad_size, "out": grad_size}
+    sizes = {"copies": setting.dtype.itemsize, "grads": grad_size, "out": grad_size}
     needed: dict[int, int] = {}
     for tensor in tensors:
         size = sizes.get(tensor, 4)
         elements = min(own, 16 // size)
-        if tensor in ("params", "grads") and not setting.aligned:
+        if tensor in ("params", "copies", "grads") and not setting.aligned:
             elements = 1
         width = 8 * size * elements
         if width >= 64:

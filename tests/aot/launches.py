@@ -168,7 +168,8 @@ def arguments(name: str, setting: Setting) -> dict[str, Any]:
         return whole[4 if setting.aligned else 1 :][: torch.Size(shape).numel()].view(shape)
 
     return {
-        "params": table(setting.dtype),
+        "params": table(torch.float32),
+        "copies": table(setting.dtype),
         "grads": table(grad_dtype),
         "blocks": BlockMap(
             segment=torch.empty(blocks, dtype=torch.int32),

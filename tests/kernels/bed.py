@@ -186,6 +186,7 @@ class Bed:
         case: what was asked for.
         layout: the bucket's place; blocks: its block map.
         params, grads: address tables of memory["param.i"] and memory["grad.i"].
+        copies: None; or, where parameters are not fp32, the table of memory["copy.i"], whose masters params are.
         missing: numbers of the segments without gradient; a change of it counts from the next clone on.
         memory: all tensors by name.
     """
@@ -208,6 +209,11 @@ class Bed:
     def elements(self) -> int:
         """Elements of the bucket, padding included."""
         return self.blocks.blocks * self.case.block
+
+    @property
+    def parameters(self) -> set[str]:
+        """What an update of the parameters writes."""
+        return {"param"} if self.copies is None else {"param", "copy"}
 
     @property
     def chunk_blocks(self) -> int:
@@ -259,7 +265,9 @@ class Bed:
         case, blocks, add = self.case, self.blocks, self.memory.add
         message = (case.ranks, HEADER_BYTES + self.chunk_blocks * case.block // 8)
         for i, size in enumerate(blocks.sizes):
-            add(f"param.{i}", (size,), case.dtype, case.shift)
+            add(f"param.{i}", (size,), torch.float32, case.shift)
+            if case.dtype != torch.float32:
+                add(f"copy.{i}", (size,), case.dtype, case.shift)
             add(f"grad.{i}", (size,), self.grad_dtype, case.shift)
         for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "x"):
             add(name, (self.elements,), torch.float32)
@@ -281,9 +289,13 @@ class Bed:
         add("decision", (len(Decision),), torch.int32)
 
     def _point(self) -> None:
-        self.params = TensorTable(self.blocks.segments, self.case.dtype, CPU)
+        self.params = TensorTable(self.blocks.segments, torch.float32, CPU)
         self.grads = TensorTable(self.blocks.segments, self.grad_dtype, CPU)
         self.params.set([self[f"param.{i}"] for i in self.segments])
+        self.copies: TensorTable | None = None
+        if self.case.dtype != torch.float32:
+            self.copies = TensorTable(self.blocks.segments, self.case.dtype, CPU)
+            self.copies.set([self[f"copy.{i}"] for i in self.segments])
         self.grads.set([None if i in self.missing else self[f"grad.{i}"] for i in self.segments])
 
     def _fill_tables(self, random: torch.Generator) -> None:
@@ -298,7 +310,7 @@ class Bed:
             low[column], high[column] = start, stop
         self["rates"].copy_(low + (high - low) * torch.rand(self["rates"].shape, generator=random))
         self["rates"][:, Rate.STEP] = 5.0
-        self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0]))
+        self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0, -0.25]))
         self["decision"].copy_(torch.tensor([0, 7, 2, 0, -1, 0, 3], dtype=torch.int32))
         self["tag"].fill_(0x1234567)
 
@@ -314,6 +326,8 @@ class Bed:
         m = normal(self.elements) * 1e-2
         for i, (start, size) in enumerate(zip(self.blocks.starts, self.blocks.sizes, strict=True)):
             self[f"param.{i}"].copy_(normal(size) * (0.0 if i % 7 == 2 else 0.5))
+            if self.case.dtype != torch.float32:
+                self[f"copy.{i}"].copy_(self[f"param.{i}"])
             self[f"grad.{i}"].copy_(normal(size) * (0.0 if i % 7 == 4 else 0.1))
             if i % 7 == 4:
                 m[start : start + size] = 0.0

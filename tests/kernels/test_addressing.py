@@ -175,6 +175,7 @@ class Giant:
             block_elements=BLOCK,
         )
         self.params, self.grads = self.table("param.0", sizes[1]), self.table("grad.0", sizes[1])
+        self.copies = None if self.end.copies is None else self.table("copy.0", sizes[1])
         self.hyper, self.rates = self.rows("hyper"), self.rows("rates")
 
     @staticmethod
@@ -257,13 +258,14 @@ def test_lamb_apply(dtype: torch.dtype) -> None:
     giant = Giant(MANY_BLOCKS, dtype, masks=False)
     end = giant.end
     TRITON.lamb_apply(
-        giant.params, giant.blocks, giant.state("exp_avg"), giant.state("exp_avg_sq"), giant.hyper, giant.rates,
-        giant.kernel["decision"], True,
+        giant.params, giant.copies, giant.blocks, giant.state("exp_avg"), giant.state("exp_avg_sq"), giant.hyper,
+        giant.rates, giant.kernel["decision"], True,
     )  # fmt: skip
     TORCH.lamb_apply(
-        end.params, end.blocks, end["exp_avg"], end["exp_avg_sq"], end["hyper"], end["rates"], end["decision"], True
-    )
-    giant.agree("param.0")
+        end.params, end.copies, end.blocks, end["exp_avg"], end["exp_avg_sq"], end["hyper"], end["rates"],
+        end["decision"], True,
+    )  # fmt: skip
+    giant.agree("param.0", *["copy.0"] * (dtype != torch.float32))
 
 
 @SCALES
@@ -328,13 +330,13 @@ def test_compressed_apply(scale: Scale, dense: bool) -> None:
     giant = Giant(scale)
     end = giant.end
     TRITON.compressed_apply(
-        giant.params, giant.blocks, giant.messages("old"), giant.messages("new"),
+        giant.params, giant.copies, giant.blocks, giant.messages("old"), giant.messages("new"),
         giant.state("exp_avg") if dense else None, giant.state("exp_avg_sq"), giant.hyper, giant.rates,
         giant.kernel["decision"], True,
     )  # fmt: skip
     TORCH.compressed_apply(
-        end.params, end.blocks, end["old"], end["new"], end["exp_avg"] if dense else None, end["exp_avg_sq"],
-        end["hyper"], end["rates"], end["decision"], True,
+        end.params, end.copies, end.blocks, end["old"], end["new"], end["exp_avg"] if dense else None,
+        end["exp_avg_sq"], end["hyper"], end["rates"], end["decision"], True,
     )  # fmt: skip
     if not dense:
         giant.kernel["old"][:, :HEADER_BYTES] = end["old"][:, :HEADER_BYTES]  # the first block of a chunk copies it

@@ -64,8 +64,9 @@ def moments(passes: Passes, bed: Bed) -> None:
 
 def lamb_apply(passes: Passes, bed: Bed) -> None:
     passes.lamb_apply(
-        bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"], False
-    )
+        bed.params, bed.copies, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"],
+        bed["decision"], False,
+    )  # fmt: skip
 
 
 def compress(momentum: str) -> Callable[[Passes, Bed], None]:

@@ -27,9 +27,10 @@ def new_decision() -> Tensor:
     return decision
 
 
-def new_clip(max_norm: float = INF, rho: float = 0.0, weight: float = 0.0) -> Tensor:
+def new_clip(max_norm: float = INF, rho: float = 0.0, weight: float = 0.0, unscale: float = 1.0) -> Tensor:
     clip = torch.full((len(Clip),), 0.123)
     clip[Clip.RHO], clip[Clip.RHO_WEIGHT], clip[Clip.MAX_NORM] = rho, weight, max_norm
+    clip[Clip.UNSCALE] = unscale
     return clip
 
 

@@ -42,8 +42,8 @@ def ratio(passes: Passes, bed: Bed) -> None:
 
 def apply(passes: Passes, bed: Bed) -> None:
     passes.lamb_apply(
-        bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"],
-        bed.case.bias_correction,
+        bed.params, bed.copies, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"],
+        bed["decision"], bed.case.bias_correction,
     )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def test_trust_ratio_agrees(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*CASES, *OPTIONS], ids=str)
 def test_apply_agrees(case: Case) -> None:
-    check(after_ratio(case), apply, ["param"])
+    bed = after_ratio(case)
+    check(bed, apply, bed.parameters)
 
 
 @pytest.mark.usefixtures("loops_as_compiled")

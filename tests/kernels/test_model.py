@@ -163,8 +163,8 @@ class Ranks:
         )  # fmt: skip
         passes.trust_ratio(bed.blocks, bed["partials2"], bed["hyper"], bed["rates"], bed["decision"])
         passes.lamb_apply(
-            bed.params, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"],
-            bed.case.bias_correction,
+            bed.params, bed.copies, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"],
+            bed["decision"], bed.case.bias_correction,
         )  # fmt: skip
 
     def switch(self, model: Model) -> None:
@@ -216,8 +216,8 @@ class Ranks:
         )  # fmt: skip
         passes.soft_threshold_rate(head.blocks, head["partials3"], head["hyper"], head["rates"], head["decision"])
         passes.compressed_apply(
-            head.params, head.blocks, head["old"], head["new"], None, head["exp_avg_sq"], head["hyper"], head["rates"],
-            head["decision"], head.case.bias_correction,
+            head.params, head.copies, head.blocks, head["old"], head["new"], None, head["exp_avg_sq"], head["hyper"],
+            head["rates"], head["decision"], head.case.bias_correction,
         )  # fmt: skip
         for bed in beds[1:]:
             bed["old"].copy_(head["old"])

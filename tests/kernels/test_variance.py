@@ -55,8 +55,8 @@ class Apply:
 
     def __call__(self, passes: Passes, bed: Bed) -> None:
         passes.compressed_apply(
-            bed.params, bed.blocks, bed["old"], bed["new"], bed["exp_avg"] if self.dense else None, bed["exp_avg_sq"],
-            bed["hyper"], bed["rates"], bed["decision"], bed.case.bias_correction,
+            bed.params, bed.copies, bed.blocks, bed["old"], bed["new"], bed["exp_avg"] if self.dense else None,
+            bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["decision"], bed.case.bias_correction,
         )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_rate_agrees(case: Case) -> None:
 )
 def test_apply_agrees(case: Case, dense: bool) -> None:
     bed = Bed(case, masks=True)
-    kernel, _ = check(bed, Apply(dense), ["param"] if dense else ["param", "old"])
+    kernel, _ = check(bed, Apply(dense), bed.parameters if dense else bed.parameters | {"old"})
     if not dense:
         assert same_bits(kernel["old"][:, :HEADER_BYTES], bed["new"][:, :HEADER_BYTES])
         assert same_bits(kernel["old:planes"], bed["old:planes"])
@@ -270,6 +270,6 @@ def test_refuses_wrong_messages_where_it_reads_them() -> None:
     for messages, exp_avg, called in ((short, None, "new_messages"), (bed["new"], bed["exp_avg"].half(), "exp_avg")):
         with pytest.raises(ValueError, match=f"Invalid {called}: must be contiguous"):
             TRITON.compressed_apply(
-                bed.params, bed.blocks, bed["old"], messages, exp_avg, bed["exp_avg_sq"], bed["hyper"], bed["rates"],
-                bed["decision"], False,
+                bed.params, bed.copies, bed.blocks, bed["old"], messages, exp_avg, bed["exp_avg_sq"], bed["hyper"],
+                bed["rates"], bed["decision"], False,
             )  # fmt: skip
