@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import GRAD_SCALE, REDUCE_TILE, kernel, require, sum_range
-from .tables import RHO_DECAY, Clip, Decision
+from .tables import NORM_RTOL, RHO_DECAY, Clip, Decision
 
 _SKIP = tl.constexpr(int(Decision.SKIP))
 _COUNTED = tl.constexpr(int(Decision.COUNTED))
@@ -20,6 +20,8 @@ _STREAK = tl.constexpr(int(Decision.STREAK))
 _BAD_RANK = tl.constexpr(int(Decision.BAD_RANK))
 _BAD_TAG = tl.constexpr(int(Decision.BAD_TAG))
 _EQUAL = tl.constexpr(int(Decision.EQUAL))
+_ONE_NORM = tl.constexpr(int(Decision.ONE_NORM))
+_NORM_RTOL = tl.constexpr(NORM_RTOL)
 _RHO = tl.constexpr(int(Clip.RHO))
 _RHO_WEIGHT = tl.constexpr(int(Clip.RHO_WEIGHT))
 _MAX_NORM = tl.constexpr(int(Clip.MAX_NORM))
@@ -92,6 +94,7 @@ def _decide_exchanged_kernel(
     bad_of_rank = tl.zeros([TILE], tl.int32)
     alien_of_rank = tl.zeros([TILE], tl.int32)
     unequal = tl.zeros([TILE], tl.int32)
+    total = tl.zeros([TILE], tl.float32)
     for bucket in range(buckets):
         words = (received_ptr + tl.load(headers_ptr + bucket * RANKS + rank, mask=known, other=0)).to(
             tl.pointer_type(tl.int32)
@@ -102,10 +105,15 @@ def _decide_exchanged_kernel(
         alien = known & (tl.load(words + 3, mask=known, other=0) != tag)
         squares = tl.load(words + 2, mask=known, other=0).to(tl.float32, bitcast=True)
         unequal |= (known & ((squares != tl.load(first + 2)) | (squares <= 0))).to(tl.int32)
+        total += squares
         alien_of_rank |= alien.to(tl.int32)
         bad_of_rank |= (flagged | alien).to(tl.int32)
     equal = 1 - tl.max(unequal)
     tl.store(decision_ptr + _EQUAL, (tl.load(decision_ptr + _EQUAL) + 1) * equal)
+    norm = tl.sum(tl.where(rank == 0, total, 0.0))
+    apart = known & ~(tl.abs(total - norm) <= norm * _NORM_RTOL)
+    one_norm = tl.where(norm > 0, (1 - tl.max(apart.to(tl.int32))) * (1 - equal), 0)
+    tl.store(decision_ptr + _ONE_NORM, (tl.load(decision_ptr + _ONE_NORM) + 1) * one_norm)
     tl.store(decision_ptr + _BAD_TAG, tl.maximum(tl.load(decision_ptr + _BAD_TAG), tl.max(alien_of_rank)))
     _record_decision(decision_ptr, tl.max(bad_of_rank), tl.min(tl.where(bad_of_rank != 0, rank, TILE)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tables import RHO_DECAY, Clip, Decision
+from .tables import NORM_RTOL, RHO_DECAY, Clip, Decision
 
 
 def record_decision(decision: Tensor, bad: Tensor, rank: Tensor | None = None) -> None:
@@ -56,5 +56,8 @@ def decide_exchanged_reference(received: Tensor, headers: Tensor, tags: Tensor, 
     bad_of_rank = (flagged | alien).any(0)
     equal = ((squares == squares[:, :1]) & (squares > 0)).all()
     decision[Decision.EQUAL] = (decision[Decision.EQUAL] + 1) * equal.to(torch.int32)
+    total = squares.sum(0)
+    one_norm = ((total - total[0]).abs() <= total[0] * NORM_RTOL).all() & (total[0] > 0) & ~equal
+    decision[Decision.ONE_NORM] = (decision[Decision.ONE_NORM] + 1) * one_norm.to(torch.int32)
     decision[Decision.BAD_TAG] = torch.maximum(decision[Decision.BAD_TAG], alien.any().to(torch.int32))
     record_decision(decision, bad_of_rank.any(), bad_of_rank.to(torch.int32).argmax().to(torch.int32))

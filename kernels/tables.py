@@ -66,6 +66,7 @@ class Decision(IntEnum):
     BAD_RANK = 4  # first rank whose message was flagged in the last skipped step, -1 if unknown
     BAD_TAG = 5  # 1: a message of another layout arrived
     EQUAL = 6  # steps in a row in which all ranks had the same sums of squares
+    ONE_NORM = 7  # steps in a row in which the gradients of all ranks had one norm, to NORM_RTOL, and yet differed
 
 
 class Clip(IntEnum):
@@ -80,6 +81,9 @@ class Clip(IntEnum):
 
 RHO_DECAY = 0.99
 """Decay of the running rho."""
+
+NORM_RTOL = 1e-4
+"""Relative difference of squared norms up to which they count as one: clipping by a rank's own norm is closer."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Bucket:
             self.master = self.zeros()
             self._masters = self.views(self.master)
             for view, parameter in zip(self._masters, parameters, strict=True):
-                view.copy_(parameter)
+                view.copy_(parameter.detach())
         self._written = [_contents(p) for p in parameters]
         self.exp_avg: Tensor | None = self.zeros()
         self.exp_avg_sq: Tensor = self.zeros()
@@ -215,7 +215,8 @@ class Bucket:
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self._masters, strict=True)):
             if _contents(parameter) != self._written[number]:
-                view.copy_(torch.where(view.to(parameter.dtype) == parameter, view, parameter.to(view.dtype)))
+                held = parameter.detach()
+                view.copy_(torch.where(view.to(held.dtype) == held, view, held.to(view.dtype)))
         self.params.set(self._masters)
         self.copies.set(self.parameters)
 

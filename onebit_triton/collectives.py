@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 
 class Work(Protocol):
@@ -55,8 +56,8 @@ class Communicator:
     """Collectives over one process group, or over nobody.
 
     Args:
-        process_group: a torch.distributed group; None means the default group when torch.distributed is initialised,
-            else a single process.
+        process_group: a torch.distributed group, or a DeviceMesh of one dimension; None means the default group when
+            torch.distributed is initialised, else a single process.
 
     Attributes:
         group: the process group, None for a single process.
@@ -68,8 +69,15 @@ class Communicator:
         ValueError: if this process is not in the group.
     """
 
-    def __init__(self, process_group: ProcessGroup | None) -> None:
+    def __init__(self, process_group: ProcessGroup | DeviceMesh | None) -> None:
         ready = dist.is_available() and dist.is_initialized()
+        if isinstance(process_group, DeviceMesh):
+            if process_group.ndim != 1:
+                raise ValueError(
+                    f"Invalid process_group={process_group!r}. A mesh must have one dimension: pick that of the "
+                    "replicas, as in mesh['replicate']."
+                )
+            process_group = process_group.get_group()
         given: object = process_group
         if given is not None and not isinstance(given, ProcessGroup):
             where = f"rank {dist.get_rank()}" if ready else "this process"
@@ -156,6 +164,28 @@ class Communicator:
                         f"Ranks do not agree on {name}: rank {rank} has {row[column]}, rank 0 has {rows[0][column]}. "
                         "Every rank must build the same optimizer over the same parameters in the same order."
                     )
+
+
+class SharedGroup:
+    """A process group within something that is copied. Copies share it; only the default group can be pickled.
+
+    Args:
+        group: the group; None stands for the default group, or a single process.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedGroup:
+        return self
+
+    def __reduce__(self) -> tuple[type[SharedGroup], tuple[None]]:
+        if self.group is not None and self.group is not dist.group.WORLD:
+            raise TypeError(
+                "An optimizer with a process_group of its own cannot be pickled: groups belong to running processes. "
+                "Save its state_dict() instead."
+            )
+        return SharedGroup, (None,)
 
 
 class CompressedAllReduce:

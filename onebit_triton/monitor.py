@@ -11,8 +11,8 @@ from .stages import Replica
 
 logger = logging.getLogger("onebit_triton")
 
-EQUAL_STEPS = 3
-"""Steps in a row with equal sums of squares on all ranks before the warning."""
+SUSPICIOUS_STEPS = 3
+"""Steps in a row with equal gradients, or gradients of one norm, on all ranks before the warning."""
 
 
 class Monitor:
@@ -30,7 +30,7 @@ class Monitor:
         self._event = torch.cuda.Event() if on_cuda else None
         self._pending = False
         self._skipped = int(self._decision[Decision.SKIPPED])
-        self._warned_equal = False
+        self._warned_equal = self._warned_clipped = False
 
     def observe(self) -> None:
         """Start copying the decisions, unless a copy is still under way."""
@@ -63,7 +63,7 @@ class Monitor:
                     "non-finite gradients on %s: all ranks skipped the step (%d skipped so far, %d in a row)",
                     who, self._skipped, seen[Decision.STREAK],
                 )  # fmt: skip
-        if seen[Decision.EQUAL] >= EQUAL_STEPS and not self._warned_equal:
+        if seen[Decision.EQUAL] >= SUSPICIOUS_STEPS and not self._warned_equal:
             self._warned_equal = True
             if self._rank == 0:
                 logger.warning(
@@ -71,4 +71,14 @@ class Monitor:
                     "hook?) still averages them at full precision, so compression saves nothing. Wrap the model as "
                     "`model = optimizer.attach(DistributedDataParallel(model))`.",
                     seen[Decision.EQUAL],
+                )
+        if seen[Decision.ONE_NORM] >= SUSPICIOUS_STEPS and not self._warned_clipped:
+            self._warned_clipped = True
+            if self._rank == 0:
+                logger.warning(
+                    "gradients have the same norm on all ranks for %d steps, though they differ: something clips the "
+                    "gradient of every rank by its own norm (torch.nn.utils.clip_grad_norm_, or a trainer's option?), "
+                    "which in compression weighs ranks unequally and shrinks the signal. Leave it out and give the "
+                    "optimizer max_grad_norm, which clips all ranks by one factor.",
+                    seen[Decision.ONE_NORM],
                 )

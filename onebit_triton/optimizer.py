@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from . import checkpoint
 from .amp import pending_scale, tell_skipped
 from .buckets import fingerprint, plan_layout
-from .collectives import Communicator, ProcessGroup
+from .collectives import Communicator, DeviceMesh, ProcessGroup, SharedGroup
 from .ddp import GradientHook, install_hook
 from .hyperparameters import HyperTable
 from .kernels.backends import load_passes
@@ -45,10 +46,11 @@ class OneBitLamb(Optimizer):
     A step in which any rank has a non-finite gradient is skipped on all ranks. A missing gradient counts as zero.
     Elements that never saw a gradient (v = 0 at the switch) move by weight decay alone afterwards.
 
-    All arithmetic and state is fp32. Parameters may be fp32, bf16 or fp16; of the latter two the optimizer keeps masters
-    in fp32, 4 bytes per parameter, and writes them rounded. A master follows what others write to its parameter.
+    All arithmetic and state is fp32. Parameters may be fp32, bf16 or fp16; of the latter two the optimizer keeps fp32
+    masters, 4 bytes per parameter, and writes them rounded. A master follows what others write to its parameter.
 
-    Every call that is marked collective must be made by all ranks of the process group.
+    Every call that is marked collective must be made by all ranks of the process group. So must copying it (by
+    copy.deepcopy or pickle): the copy stands where the original does, but is attached to no model and has no hooks.
 
     Args:
         params: tensors, param groups, or named parameters. All on one device.
@@ -65,7 +67,8 @@ class OneBitLamb(Optimizer):
         factor_threshold: f moves at most by this share a step.
         maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
-        process_group: None means the default group when torch.distributed is initialised, else a single process.
+        process_group: the ranks that share these parameters, as a group or a DeviceMesh of one dimension. None means
+            the default group when torch.distributed is initialised, else a single process.
         backend: "triton", "torch", "inductor" (torch's passes compiled: the fast one on a CPU), or "auto" (triton on
             CUDA, torch elsewhere). All give the same trajectory.
         bucket_elements: about how many elements share a bucket, its launches and its messages.
@@ -109,7 +112,7 @@ class OneBitLamb(Optimizer):
         factor_threshold: float = 0.1,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         backend: str = "auto",
         bucket_elements: int = 4 * 1024 * 1024,
         block_elements: int = 1024,
@@ -127,7 +130,7 @@ class OneBitLamb(Optimizer):
         self._flags = {
             "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
         }  # fmt: skip
-        self._block_elements, self._bucket_elements = block_elements, bucket_elements
+        self._block_elements, self._bucket_elements, self._backend = block_elements, bucket_elements, backend
         self._calls = self._warmup_base = 0
         self._warmup_steps = self._check_at = freeze_step
         failure: Exception | None = None
@@ -141,6 +144,21 @@ class OneBitLamb(Optimizer):
             failure = error
         self._communicator.raise_together(failure, "construct the optimizer")
         self._build()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How copy and pickle make another: built over the (copied) parameters, loaded with the state."""
+        groups = [
+            {**group, "params": list(zip(group["param_names"], group["params"], strict=True))}
+            if "param_names" in group
+            else group
+            for group in self.param_groups
+        ]
+        options = {
+            **self.defaults, **self._flags, "freeze_step": self._freeze_step, "max_grad_norm": self._max_grad_norm,
+            "backend": self._backend, "bucket_elements": self._bucket_elements, "block_elements": self._block_elements,
+        }  # fmt: skip
+        del options["exp_avg_mask"]
+        return _rebuild, (type(self), groups, options, SharedGroup(self._communicator.group), self.state_dict())
 
     # Parameters and layout
 
@@ -436,16 +454,16 @@ class OneBitLamb(Optimizer):
 
         In compression on several ranks it contains this rank's pending errors: save one file per rank.
         """
-        replica, shown = self._replica, self.state
-        self.state = defaultdict(dict, checkpoint.export_state(replica, self._stage))
+        shown, progress = self.state, self._progress().to_dict()
+        self.state = defaultdict(dict, checkpoint.export_state(self._replica, self._stage))
+        for group in self.param_groups:
+            group[checkpoint.KEY] = dict(progress)
         try:
-            packed = super().state_dict()
+            return super().state_dict()
         finally:
             self.state = shown
-        progress = self._progress().to_dict()
-        for group in packed["param_groups"]:
-            group[checkpoint.KEY] = dict(progress)
-        return packed
+            for group in self.param_groups:
+                del group[checkpoint.KEY]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -458,6 +476,9 @@ class OneBitLamb(Optimizer):
             ValueError: saying why the state does not fit.
             RuntimeError: if another rank refused its state, or ranks load states of different moments.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         failure: Exception | None = None
         try:
             names = dict(zip(self._parameters(), self._names(), strict=True))
@@ -472,8 +493,9 @@ class OneBitLamb(Optimizer):
         self._communicator.raise_together(failure, "load its state_dict")
         self._communicator.agree({"the saved stage": int(progress.stage == "warmup"), "the saved step": progress.calls})
 
-        hyper = [{key: v for key, v in group.items() if key != checkpoint.KEY} for group in groups]
-        super().load_state_dict({"state": {}, "param_groups": hyper})
+        for group, saved in zip(self.param_groups, copy.deepcopy(groups), strict=True):
+            del saved["params"], saved[checkpoint.KEY]
+            group.update(saved)
         replica = self._build(fresh=True)
         checkpoint.import_dense(replica, entries, progress.stage == "compression")
         progress.write_device(replica)
@@ -486,6 +508,8 @@ class OneBitLamb(Optimizer):
             checkpoint.import_errors(replica, entries)
         else:
             self._publish_state()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     # Seeing it work
 
@@ -507,3 +531,12 @@ class OneBitLamb(Optimizer):
         found = collect_metrics(self._replica, self._stage)
         missing = self._warmup_base + self._warmup_steps - found["step"]
         return found | {"steps_to_switch": missing if self.stage == "warmup" else 0}
+
+
+def _rebuild(
+    kind: type[OneBitLamb], groups: list[dict[str, Any]], options: dict[str, Any], shared: SharedGroup,
+    state: dict[str, Any],
+) -> OneBitLamb:  # fmt: skip
+    optimizer = kind(groups, process_group=shared.group, **options)
+    optimizer.load_state_dict(state)
+    return optimizer

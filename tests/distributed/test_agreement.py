@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,53 @@ def test_disjoint_groups_do_not_meet(ranks: RankPool) -> None:
     np.testing.assert_array_equal(a, c)
     np.testing.assert_array_equal(b, d)
     assert not (a == b).all()
+
+
+def mesh_worlds(rank: int, ranks: int) -> np.ndarray:
+    """Two pipeline stages of two replicas each: every stage trains in its dimension of a mesh, with its own model."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate"))
+    with pytest.raises(ValueError, match=r"A mesh must have one dimension: .*mesh\['replicate'\]"):
+        OneBitLamb(parameters(), process_group=mesh, backend="torch")
+    params = parameters()
+    optimizer = two_groups(params, backend="torch", process_group=mesh["replicate"], freeze_step=4)
+    for step in range(8):
+        set_gradients(params, gradients(step, rank, params))
+        optimizer.step()
+    return vector(params)
+
+
+def test_a_dimension_of_a_mesh_is_a_group(ranks: RankPool) -> None:
+    a, b, c, d = ranks(4, mesh_worlds)
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(c, d)
+    assert not (a == c).all()
+
+
+def sub_group(rank: int, ranks: int) -> tuple[np.ndarray, str] | None:
+    """Ranks 1 and 2 of three train, and copy the optimizer; pickling it is refused, since its group is."""
+    group = torch.distributed.new_group([1, 2])
+    if rank == 0:
+        return None
+    params = parameters()
+    optimizer = two_groups(params, backend="torch", process_group=group, freeze_step=3)
+    for step in range(5):
+        set_gradients(params, gradients(step, rank, params))
+        optimizer.step()
+    twin, copies = copy.deepcopy((optimizer, params))
+    for step in range(5, 8):
+        for trained, o in ((params, optimizer), (copies, twin)):
+            set_gradients(trained, gradients(step, rank, trained))
+            o.step()
+    np.testing.assert_array_equal(vector(params), vector(copies))
+    with pytest.raises(TypeError, match=r"process_group of its own cannot be pickled.*state_dict"):
+        pickle.dumps(optimizer)
+    return vector(params)
+
+
+def test_a_sub_group_trains_alone_and_is_shared_by_copies(ranks: RankPool) -> None:
+    nobody, first, second = ranks(3, sub_group)
+    assert nobody is None
+    np.testing.assert_array_equal(first, second)
 
 
 def outside(rank: int, ranks: int) -> str:

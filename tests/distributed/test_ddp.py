@@ -156,3 +156,111 @@ def half_attached(rank: int, ranks: int) -> None:
 
 def test_parameters_outside_attached_models_are_refused(ranks: RankPool) -> None:
     ranks(2, half_attached)
+
+
+class Branches(torch.nn.Module):
+    """A model of which every step uses another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = torch.nn.Linear(12, 24)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(24, 3) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.stem(inputs).tanh())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "many buckets, rebuilt": {"bucket_cap_mb": 0.001},
+}
+
+
+def train_variant(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    """Train with options of DDP: losses of all steps, parameters, and bytes of each step."""
+    net = Branches()
+    optimizer = OneBitLamb(net.parameters(), lr=0.02, betas=(0.9, 0.9), freeze_step=8, block_elements=64)
+    ddp = optimizer.attach(DistributedDataParallel(net, **VARIANTS[name]))
+    data = torch.Generator().manual_seed(5 + rank)
+    losses, sent = [], []
+    for step in range(24):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        # Only with find_unused_parameters may a step leave a head out, and another one than the other rank.
+        heads = [(step + rank) % 2] if name == "find_unused_parameters" else [0, 1]
+        for head in heads:
+            inputs = torch.randn(32, 12, generator=data)
+            loss = loss + torch.nn.functional.cross_entropy(ddp(inputs, head), inputs[:, :3].argmax(1)) / len(heads)
+            if name == "static_graph":
+                break
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        sent.append(optimizer.metrics()["bytes_sent_last_step"])
+    params = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy()
+    return {"losses": losses, "params": params, "sent": sent, "stage": optimizer.stage}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_options_of_ddp(ranks: RankPool, name: str) -> None:
+    results = ranks(2, train_variant, name)
+    np.testing.assert_array_equal(results[0]["params"], results[1]["params"])
+    losses = np.mean([seen["losses"] for seen in results], 0)
+    assert losses[-4:].mean() < losses[8:12].mean() < losses[:4].mean()
+    assert results[0]["sent"][-1] < results[0]["sent"][1] / 8
+
+
+def train_two_models(rank: int, ranks: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    encoder, decoder = torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+    optimizer = OneBitLamb([*encoder.parameters(), *decoder.parameters()], lr=0.02, betas=(0.9, 0.9), freeze_step=8)
+    first, second = (optimizer.attach(DistributedDataParallel(net)) for net in (encoder, decoder))
+    data = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(24):
+        inputs = torch.randn(32, 12, generator=data)
+        loss = (second(first(inputs).tanh()) - inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "params": [p.detach().numpy() for p in (*encoder.parameters(), *decoder.parameters())]}
+
+
+def test_two_models_under_one_optimizer(ranks: RankPool) -> None:
+    results = ranks(2, train_two_models)
+    for mine, theirs in zip(results[0]["params"], results[1]["params"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    losses = np.mean([seen["losses"] for seen in results], 0)
+    assert losses[-4:].mean() < losses[8:12].mean() < losses[:4].mean()
+
+
+def clip_by_hand(rank: int, ranks: int) -> list[str]:
+    """What is logged when every rank clips its own gradients, in both stages."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onebit_triton").addHandler(handler)
+    net = Branches()
+    optimizer = OneBitLamb(net.parameters(), lr=0.02, freeze_step=5, backend="torch", block_elements=64)
+    ddp = optimizer.attach(DistributedDataParallel(net))
+    data = torch.Generator().manual_seed(rank)
+    for step in range(14):
+        optimizer.zero_grad()
+        inputs = torch.randn(32, 12, generator=data)
+        (ddp(inputs, 0).square().sum() + ddp(inputs, 1).square().sum()).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        if step == 4:
+            assert not records[1:], "in warmup gradients are averaged, and clipping them is what it seems"
+    logging.getLogger("onebit_triton").removeHandler(handler)
+    return records
+
+
+def test_clipping_by_ones_own_norm_warns_once_in_compression(ranks: RankPool) -> None:
+    first, second = ranks(2, clip_by_hand)
+    assert len([line for line in first if "clip_grad_norm_" in line and "max_grad_norm" in line]) == 1
+    assert not second

@@ -60,7 +60,7 @@ def test_averaged_step_is_taken_and_clipped(blocks: int, max_norm: float, track_
         passes.decide_averaged(partials, local, decision, clip, track_rho)
 
     decision, clip = agree(run, new_decision(), new_clip(max_norm, 0.5, 0.25))
-    assert decision.tolist() == [0, 1, 0, 0, -1, 0, 0]
+    assert decision.tolist() == [0, 1, 0, 0, -1, 0, 0, 0]
     norm = math.sqrt(partials.double().sum())
     rho = math.sqrt(local.double().mean()) / norm
     assert clip[Clip.GRAD_SCALE].item() == pytest.approx(min(1.0, max_norm / norm), rel=RTOL)
@@ -76,10 +76,10 @@ def test_averaged_step_that_is_not_finite_is_skipped(partials: list[float]) -> N
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
         passes.decide_averaged(torch.tensor(partials), torch.tensor([1.0, NAN]), decision, clip, True)
 
-    before = torch.tensor([0, 7, 2, 1, 3, 0, 4], dtype=torch.int32)
-    decision, clip = agree(run, before, new_clip(1.0, 0.5, 0.25))
-    assert decision.tolist() == [1, 7, 3, 2, -1, 0, 4]
-    assert clip.tolist() == [1.0, 0.5, 0.25, 1.0]
+    before = torch.tensor([0, 7, 2, 1, 3, 0, 4, 5], dtype=torch.int32)
+    decision, clip = agree(run, before, new_clip(1.0, 0.5, 0.25, -0.125))
+    assert decision.tolist() == [1, 7, 3, 2, -1, 0, 4, 5]
+    assert clip.tolist() == [-0.125, 0.5, 0.25, 1.0, -0.125]
 
 
 @pytest.mark.parametrize("local", [[0.0, 0.0], [4.0, 1.0], [NAN, 1.0], [INF, 1.0]])
@@ -123,6 +123,25 @@ def test_local_clipping(max_norm: float, rho: float, weight: float, ranks: int) 
     assert torch.equal(decision, new_decision())
 
 
+@pytest.mark.parametrize("unscale", [0.25, -1.0, -(2.0**-16)])
+@pytest.mark.parametrize("max_norm", [INF, 0.5])
+def test_factor_undoes_the_loss_scale(max_norm: float, unscale: float) -> None:
+    """Norms of averaged gradients are those of scaled ones, local norms are unscaled when they are shared."""
+    local, squares = torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.5])
+
+    def averaged(passes: Passes, decision: Tensor, clip: Tensor) -> None:
+        passes.decide_averaged(squares / unscale**2, local, decision, clip, True)
+
+    def exchanged(passes: Passes, decision: Tensor, clip: Tensor) -> None:
+        passes.clip_local(local, clip)
+
+    _, clip = agree(averaged, new_decision(), new_clip(max_norm, unscale=unscale))
+    assert clip[Clip.GRAD_SCALE].item() == pytest.approx(min(1.0, max_norm) * unscale, rel=RTOL)
+    assert (clip[Clip.RHO] / clip[Clip.RHO_WEIGHT]).item() == pytest.approx(2**0.5, rel=RTOL)
+    _, clip = agree(exchanged, new_decision(), new_clip(max_norm, 1.0, 1.0, unscale))
+    assert clip[Clip.GRAD_SCALE].item() == pytest.approx(min(1.0, max_norm / 2**0.5) * unscale, rel=RTOL)
+
+
 @pytest.mark.parametrize(("local", "scale"), [([NAN, 1.0], 1.0), ([INF, 1.0], 0.0), ([0.0, 0.0], 1.0)])
 def test_local_clipping_of_odd_norms(local: list[float], scale: float) -> None:
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
@@ -160,9 +179,9 @@ class Mail:
 @pytest.mark.parametrize("buckets", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_exchanged_step_is_taken(ranks: int, buckets: int) -> None:
-    before = torch.tensor([1, 7, 2, 2, 1, 0, 0], dtype=torch.int32)
+    before = torch.tensor([1, 7, 2, 2, 1, 0, 0, 3], dtype=torch.int32)
     decision = Mail(buckets, ranks).decide(before)
-    assert decision.tolist() == [0, 8, 2, 0, 1, 0, 1 if ranks == 1 else 0]
+    assert decision.tolist() == [0, 8, 2, 0, 1, 0, 1 if ranks == 1 else 0, 0]
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(1, 1), (2, 1), (3, 2), (4, 3), (5, 2)])
@@ -215,6 +234,27 @@ def test_steps_with_equal_gradients_in_a_row_are_counted() -> None:
     assert seen == [1, 2, 0, 1, 0, 0]
 
 
+def test_steps_with_gradients_of_one_norm_in_a_row_are_counted() -> None:
+    """Of one norm over all buckets, while those of single buckets differ."""
+    decision = new_decision()
+    seen = []
+    for first, second in (
+        ([1.0, 1.5, 2.0], [3.0, 2.5, 2.0]),
+        ([1.0, 1.5, 2.0], [3.0, 2.5001, 1.9999]),
+        ([1.0, 1.5, 2.0], [3.0, 2.5, 2.01]),
+        ([4.0, 4.0, 4.0], [2.0, 2.0, 2.0]),
+        ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        ([1.0, 2.0, 2.0], [2.0, 1.0, 1.0]),
+        ([INF, INF, 2.0], [INF, INF, INF]),
+    ):
+        mail = Mail(2, 3)
+        for messages, squares in zip(mail.messages, (first, second), strict=True):
+            header(messages, 2).copy_(torch.tensor(squares))
+        decision = mail.decide(decision)
+        seen.append(decision[Decision.ONE_NORM].item())
+    assert seen == [1, 2, 0, 0, 0, 1, 0]
+
+
 def test_one_unequal_bucket_is_enough() -> None:
     mail = Mail(2, 3)
     for messages in mail.messages:
@@ -225,7 +265,7 @@ def test_one_unequal_bucket_is_enough() -> None:
 
 def test_refuses_wrong_vectors() -> None:
     mail, values = Mail(1, 2), torch.ones(3)
-    with pytest.raises(ValueError, match=r"Invalid decision: must be contiguous torch.int32 with 7 elements on cpu"):
+    with pytest.raises(ValueError, match=r"Invalid decision: must be contiguous torch.int32 with 8 elements on cpu"):
         TRITON.decide_averaged(values, values, new_decision().long(), new_clip(), False)
     with pytest.raises(ValueError, match="Invalid clip"):
         TRITON.decide_averaged(values, values, new_decision(), new_clip()[:3], False)
