@@ -1,6 +1,6 @@
 """State of the optimizer as torch's state dict: one entry per parameter, and the progress of the whole.
 
-In warmup, and on one rank, the state is the same on every rank and loads at any number of ranks. In compression on
+In warmup, and if one rank saved it, the state is all there is and loads at any number of ranks. In compression on
 several ranks each rank also has pending errors of its own: its state is for the same rank of as many ranks.
 """
 
@@ -80,6 +80,11 @@ class Progress:
         ):
             replica.decision[entry] = value
         replica.clip[Clip.RHO], replica.clip[Clip.RHO_WEIGHT] = self.rho, self.rho_weight
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether the state has pending errors: on one rank nothing is compressed."""
+        return self.stage == "compression" and self.ranks > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict."""
@@ -176,8 +181,7 @@ def _check_state(
         ValueError: saying what does not fit.
     """
     communicator = replica.communicator
-    ranked = progress.stage == "compression" and max(progress.ranks, communicator.ranks) > 1
-    if ranked:
+    if progress.has_errors:
         if progress.ranks != communicator.ranks:
             raise ValueError(
                 f"Invalid state_dict: saved in compression by {progress.ranks} ranks, loaded by {communicator.ranks}. "
@@ -196,14 +200,14 @@ def _check_state(
             )
     wanted = ["exp_avg", "exp_avg_sq"]
     if progress.stage == "compression":
-        wanted += ["exp_avg_sq_fresh"] + (["worker_error"] if ranked else [])
+        wanted += ["exp_avg_sq_fresh"] + (["worker_error"] if progress.has_errors else [])
     for bucket in replica.buckets:
         for row, parameter in enumerate(bucket.parameters):
             entry, name = entries.get(parameter, {}), names[parameter]
             shapes = dict.fromkeys(wanted, parameter.shape) | dict.fromkeys(SCALARS, torch.Size())
             if "master" in entry:
                 shapes["master"] = parameter.shape
-            if ranked:
+            if progress.has_errors:
                 part = _in_chunk(bucket, row, replica)
                 shapes["server_error"] = torch.Size([part.stop - part.start])
             for key, shape in shapes.items():

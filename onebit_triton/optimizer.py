@@ -469,8 +469,8 @@ class OneBitLamb(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a saved state was, in either stage (collective; nothing changes if any rank refuses).
 
-        A state saved in warmup, or by one process for one process, loads anywhere; one saved in compression by
-        several ranks loads on the same rank of as many ranks with the same layout.
+        A state saved in warmup, or by one process, loads anywhere; one saved in compression by several ranks loads on
+        the same rank of as many ranks with the same layout.
 
         Raises:
             ValueError: saying why the state does not fit.
@@ -505,7 +505,8 @@ class OneBitLamb(Optimizer):
         if progress.stage == "compression":
             mask_variance(replica, self._masks())
             self._enter(stage_two(replica))
-            checkpoint.import_errors(replica, entries)
+            if progress.has_errors:
+                checkpoint.import_errors(replica, entries)
         else:
             self._publish_state()
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -40,6 +40,16 @@ def check_group(group: dict[str, Any], index: int) -> None:
     for name in OPTIMIZER_OPTIONS:
         if name in group:
             raise ValueError(f"Invalid {name}={group[name]!r}{where}. Must be given to the optimizer, not to a group.")
+    check_hyperparameters(group, where)
+    _check_mask(group, index)
+
+
+def check_hyperparameters(group: dict[str, Any], where: str) -> None:
+    """Check the hyperparameters that every param group may set for itself.
+
+    Raises:
+        ValueError: naming the option, its value, where it stands and the rule.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Invalid lr={lr!r}{where}. Must be a number or a tensor of one element.")
@@ -61,7 +71,6 @@ def check_group(group: dict[str, Any], index: int) -> None:
     _check("coeff_beta", beta, "a number in [0.0, 1.0)", 0.0 <= _number(beta) < 1.0, where)
     threshold = group["factor_threshold"]
     _check("factor_threshold", threshold, "a number in [0.0, 1.0)", 0.0 <= _number(threshold) < 1.0, where)
-    _check_mask(group, index)
 
 
 def _check_mask(group: dict[str, Any], index: int) -> None:
