@@ -78,4 +78,4 @@ class ByteTransformer(nn.Module):
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from corpus import Corpus, held_out_batches, load_corpus, training_batch
 from model import ByteTransformer, ModelConfig
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
@@ -41,6 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per process and step")
     parser.add_argument("--eval-sequences", type=int, default=512, help="held-out sequences in all")
     parser.add_argument("--seed", type=int, default=0, help="seeds the initial weights and the batches")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of parameters")
     parser.add_argument("--plain", action="store_true", help="without DistributedDataParallel")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is")
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto", help="of the optimizer")
@@ -99,7 +101,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, worker: Worker) -> None:
         self.args, self.worker, self.first_step = args, worker, 0
         torch.manual_seed(args.seed)  # the same weights on every rank, also without DDP
-        self.model = ByteTransformer(ModelConfig()).to(worker.device)
+        # Of bf16 and fp16 parameters the optimizer keeps fp32 masters; fp16 gradients also need a loss scale.
+        self.model = ByteTransformer(ModelConfig()).to(worker.device, getattr(torch, args.dtype))
+        self.scaler = GradScaler(worker.device.type, enabled=args.dtype == "float16")
         # The usual LAMB recipe: no weight decay on vectors.
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim <= 1]
@@ -163,8 +167,9 @@ class Trainer:
         )
         loss = self.train_model(tokens.to(self.worker.device), targets.to(self.worker.device))
         self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.scheduler.step()
         return loss.detach()
 
@@ -195,7 +200,7 @@ class Trainer:
         """Write this rank's checkpoint."""
         file = self.checkpoint_file()
         file.parent.mkdir(parents=True, exist_ok=True)
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
         torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, file)
 
     def resume(self) -> None:
@@ -206,6 +211,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
         self.first_step = state["step"]
 
 

@@ -41,8 +41,8 @@ IGNORED = {
 """Parameters of OnebitLamb that do not carry over, and why."""
 
 PRECISION = (
-    "keep the parameters in fp32 and use torch.autocast with bfloat16. There is no loss scaling, and half-precision "
-    "parameters get no fp32 master copy."
+    "give the model's parameters the dtype that you want, or keep them in fp32 and use torch.autocast. The optimizer "
+    "keeps fp32 masters of bf16 and fp16 parameters; gradients in fp16 need a loss scale, that of torch.amp.GradScaler."
 )
 
 ENGINE = {
@@ -176,7 +176,8 @@ def load_deepspeed_state(optimizer: OneBitLamb, state_dict: dict[str, Any]) -> N
     Loaded are m, v, v', C, f, s_j, the number of steps, and the hyperparameters of the param groups (lr, betas, eps,
     weight_decay, clamps of the trust ratio). Everything else is the optimizer's own: `freeze_step`, which decides the
     stage and must be that of the run (DeepSpeed's minus one, see `arguments_from_deepspeed`), coeff_beta, the limits of
-    f, masks. Load the parameters themselves beforehand, from DeepSpeed's fp32 master copy where there is one.
+    f, masks. Load the parameters themselves beforehand. DeepSpeed's fp32 copies of half-precision parameters become the
+    masters of bf16 and fp16 parameters; copy them yourself into parameters that are fp32 here.
 
     Pending errors start at zero, as when DeepSpeed itself loads: it does not save them. Momentum of elements whose v is
     zero is dropped: they take no part in compression here.
@@ -216,8 +217,9 @@ def _translate(state_dict: Any, param_groups: list[dict[str, Any]], freeze_step:
     Raises:
         ValueError: saying what does not fit.
     """
+    masters = None
     if isinstance(state_dict, dict):
-        state_dict = state_dict.get("optimizer_state_dict", state_dict)
+        masters, state_dict = state_dict.get("fp32_groups"), state_dict.get("optimizer_state_dict", state_dict)
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "Invalid state_dict: must be that of DeepSpeed's optimizer, a dict with 'state' and 'param_groups': entry "
@@ -239,10 +241,11 @@ def _translate(state_dict: Any, param_groups: list[dict[str, Any]], freeze_step:
     for index, (group, theirs) in enumerate(zip(param_groups, saved_groups, strict=True)):
         taken = {key: value for key, value in theirs.items() if key not in NOT_FROM_GROUPS}
         groups.append(group | taken | {"params": list(range(number, number + len(group["params"])))})
-        ids = iter(theirs["params"])
+        rows = enumerate(theirs["params"])
         for place, parameter in enumerate(group["params"]):
             if parameter.numel():
-                entry = saved.get(next(ids), {})
+                row, identity = next(rows)
+                entry = saved.get(identity, {})
                 missing = sorted(wanted - entry.keys())
                 if missing:
                     raise ValueError(
@@ -250,6 +253,8 @@ def _translate(state_dict: Any, param_groups: list[dict[str, Any]], freeze_step:
                         "it one of DeepSpeed's OnebitLamb?"
                     )
                 state[number] = _entry(entry, groups[index], freeze_step)
+                if masters:
+                    state[number]["master"] = masters[index][row]
             number += 1
     steps = max((int(entry["step"]) for entry in state.values()), default=0)
     if compression and steps <= freeze_step:

@@ -178,8 +178,8 @@ def saved_state(step: int, compression: bool) -> dict[str, Any]:
     return {"state": state, "param_groups": [group]}
 
 
-def fresh(**options: Any) -> OneBitLamb:
-    params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+def fresh(dtype: torch.dtype = torch.float32, **options: Any) -> OneBitLamb:
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     return OneBitLamb(params, **({"freeze_step": 9, "coeff_beta": 0.7, "backend": "torch"} | options))
 
 
@@ -230,6 +230,19 @@ def test_warmup_that_is_over_ends_when_loaded(steps: int) -> None:
         # v' starts as v, whatever was saved: DeepSpeed sets it only in the very step that freeze_step names.
         assert torch.equal(ours[mine]["exp_avg_sq_fresh"], theirs["state"][saved]["exp_avg_sq"])
         assert ours[mine]["scaling_coeff"].item() == pytest.approx(sum(rms) / 2 / rms[saved], rel=1e-6)
+
+
+def test_copies_of_half_precision_parameters_become_masters() -> None:
+    optimizer = fresh(dtype=torch.bfloat16)
+    params = optimizer.param_groups[0]["params"]
+    copies = [p.detach().float() + 2.0**-20 for p in params if p.numel()]
+    load_deepspeed_state(optimizer, {"optimizer_state_dict": saved_state(5, False), "fp32_groups": [copies]})
+    found = optimizer.state_dict()["state"]
+    for number, copy in zip((0, 2), copies, strict=True):
+        assert torch.equal(found[number]["master"], copy)
+    wrapped = {"optimizer_state_dict": saved_state(5, False), "fp32_groups": [[torch.zeros(1), torch.zeros(1)]]}
+    with pytest.raises(ValueError, match="'master' of parameter 0 of group 0 must have shape"):
+        load_deepspeed_state(optimizer, wrapped)
 
 
 def test_a_loaded_state_is_not_shared_with_the_file() -> None:
