@@ -242,24 +242,30 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("stage", ["warmup", "compression"])
-def test_steady_steps_read_nothing_on_the_host(ranks: Any, stage: str) -> None:
+def test_steady_steps_read_nothing_on_the_host(ranks: Any, stage: str, dtype: torch.dtype) -> None:
     for n in (1, 2):
-        ranks(n, step_without_host_reads, stage)
+        ranks(n, step_without_host_reads, stage, dtype)
 
 
-def step_without_host_reads(rank: int, n: int, stage: str) -> None:
-    params = parameters()
+def step_without_host_reads(rank: int, n: int, stage: str, dtype: torch.dtype) -> None:
+    """fp16 under a scaler, which then reads nothing either."""
+    params = parameters(dtype)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=dtype == torch.float16)
+    scaler.scale(torch.ones(()))
     freeze_step = 2 if stage == "compression" else 100
     optimizer = two_groups(params, backend="torch", freeze_step=freeze_step, max_grad_norm=0.1, bias_correction=True)
     for step in range(6):
         set_gradients(params, gradients(step, rank, params))
         if step < 4:
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             continue
         optimizer.param_groups[0]["lr"] *= 0.5
         with NoHostReads():
-            optimizer.step()
+            scaler.step(optimizer)
+        scaler.update()
     assert optimizer.stage == stage
     with pytest.raises(AssertionError, match="the host reads"), NoHostReads():
         float(params[0].sum())
