@@ -1,7 +1,8 @@
 """State of the optimizer as torch's state dict: one entry per parameter, and the progress of the whole.
 
 In warmup, and if one rank saved it, the state is all there is and loads at any number of ranks. In compression on
-several ranks each rank also has pending errors of its own: its state is for the same rank of as many ranks.
+several ranks each rank also has pending errors of its own: its state is for the same rank of as many ranks, unless they
+were consolidated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from .buckets import Bucket
 from .kernels.tables import Clip, Decision, Rate
 from .stages import Compression, Replica, Uncompressed, Warmup, pending_error
-from .stages.switch import dense_momentum
+from .stages.switch import dense_momentum, fold_error, set_error
 
 VERSION = 1
 KEY = "onebit_lamb"
@@ -44,7 +45,8 @@ class Progress:
         calls: calls of step() so far, skipped ones included.
         warmup_base: counted steps when the present (or last) warmup began; warmup_steps: how long it is.
         check_at: call at which the end of warmup is next looked at.
-        ranks, rank, layout: of the process that saved; they matter in compression on several ranks.
+        errors: pending errors: "none"; "own" of a rank, for the same rank, layout and number of ranks; or their "mean".
+        ranks, layout: of the process that saved; rank: whose errors they are.
         counted, skipped, streak: decisions so far.
         rho, rho_weight: running ratio of norms for clipping.
     """
@@ -55,6 +57,7 @@ class Progress:
     warmup_base: int
     warmup_steps: int
     check_at: int
+    errors: str
     ranks: int
     rank: int
     layout: int
@@ -81,22 +84,20 @@ class Progress:
             replica.decision[entry] = value
         replica.clip[Clip.RHO], replica.clip[Clip.RHO_WEIGHT] = self.rho, self.rho_weight
 
-    @property
-    def has_errors(self) -> bool:
-        """Whether the state has pending errors: on one rank nothing is compressed."""
-        return self.stage == "compression" and self.ranks > 1
-
     def to_dict(self) -> dict[str, Any]:
         """Plain dict."""
         return asdict(self)
 
 
-def export_state(replica: Replica, stage: Warmup | Uncompressed | Compression) -> dict[Tensor, dict[str, Tensor]]:
+def export_state(
+    replica: Replica, stage: Warmup | Uncompressed | Compression, consolidated: bool
+) -> dict[Tensor, dict[str, Tensor]]:
     """Copies of every parameter's state, in the parameter's shape and fp32.
 
     Keys: `SCALARS`, exp_avg, exp_avg_sq; master of a parameter that is not fp32; in compression exp_avg_sq_fresh; on
     several ranks also worker_error (this rank's) and server_error (1-D, the part of the tensor that lies in this rank's
-    chunk, often empty).
+    chunk, often empty). When the errors were consolidated, in any stage exp_avg_sq_fresh and pending_error, the mean of
+    all ranks: checkpoints that are read into tensors of the same keys need these to be there before compression.
     """
     exported: dict[Tensor, dict[str, Tensor]] = {}
     for number, bucket in enumerate(replica.buckets):
@@ -105,10 +106,15 @@ def export_state(replica: Replica, stage: Warmup | Uncompressed | Compression) -
             "exp_avg_sq": bucket.exp_avg_sq.abs(),
             "master": bucket.master,
             "exp_avg_sq_fresh": bucket.exp_avg_sq_fresh,
-            "worker_error": None if bucket.x is None else pending_error(bucket.x, bucket.x_scale),
         }
+        error = None if bucket.x is None else pending_error(bucket.x, bucket.x_scale)
+        if consolidated:
+            fresh = bucket.exp_avg_sq.abs() if bucket.exp_avg_sq_fresh is None else bucket.exp_avg_sq_fresh
+            flats |= {"exp_avg_sq_fresh": fresh, "pending_error": bucket.zeros() if error is None else error}
+        else:
+            flats["worker_error"] = error
         views = {key: bucket.views(value) for key, value in flats.items() if value is not None}
-        server = None if bucket.y is None else pending_error(bucket.y, bucket.y_scale)
+        server = None if bucket.y is None or consolidated else pending_error(bucket.y, bucket.y_scale)
         for row, parameter in enumerate(bucket.parameters):
             entry = {key: bucket.rates[row, column].clone() for key, column in SCALARS.items()}
             # A view of a flat buffer would be saved with the whole buffer.
@@ -135,7 +141,7 @@ def read_state(
 
     Args:
         state_dict: what was saved.
-        param_groups: the optimizer's; parameters are matched by their order.
+        param_groups: the optimizer's; parameters are matched by name, or by their order if either has no names.
         names: what errors call the parameters.
         replica: where the state is to go.
 
@@ -146,11 +152,36 @@ def read_state(
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in param_groups]:
         raise ValueError("Invalid state_dict: must have as many groups and parameters as the optimizer.")
     progress = _read_progress(groups)
-    saved_ids = [number for group in groups for number in group["params"]]
+    saved_ids = _in_our_order(groups, param_groups, progress)
     saved = state_dict["state"]
     entries = {p: saved[number] for p, number in zip(names, saved_ids, strict=True) if number in saved}
     _check_state(progress, entries, names, replica)
     return progress, entries
+
+
+def _in_our_order(
+    groups: list[dict[str, Any]], param_groups: list[dict[str, Any]], progress: Progress
+) -> list[int | str]:
+    """Keys of the saved entries, in the order of the optimizer's parameters."""
+    ids = [number for group in groups for number in group["params"]]
+    if not all("param_names" in group for group in (*groups, *param_groups)):
+        return ids
+    theirs, ours = ([name for group in some for name in group["param_names"]] for some in (groups, param_groups))
+    if theirs == ours:
+        return ids
+    for group, saved in zip(param_groups, groups, strict=True):
+        unknown = sorted(set(group["param_names"]) ^ set(saved["param_names"]))
+        if unknown:
+            raise ValueError(
+                f"Invalid state_dict: groups must have the same parameters, but only one of two has {unknown[0]!r}."
+            )
+    if progress.errors == "own":
+        raise ValueError(
+            "Invalid state_dict: saved in compression with parameters in another order. Keep the order, or call "
+            "consolidate_errors() before saving."
+        )
+    place = dict(zip(theirs, ids, strict=True))
+    return [place[name] for name in ours]
 
 
 def _read_progress(groups: list[dict[str, Any]]) -> Progress:
@@ -167,8 +198,9 @@ def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     names = {field.name for field in fields(Progress)}
     if set(saved) != names:
         raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")
-    if saved["stage"] not in ("warmup", "compression"):
-        raise ValueError(f"Invalid state_dict: stage must be warmup or compression, got {saved['stage']!r}.")
+    for key, allowed in (("stage", ("warmup", "compression")), ("errors", ("none", "own", "mean"))):
+        if saved[key] not in allowed:
+            raise ValueError(f"Invalid state_dict: {key} must be one of {', '.join(allowed)}, got {saved[key]!r}.")
     return Progress(**saved)
 
 
@@ -181,33 +213,36 @@ def _check_state(
         ValueError: saying what does not fit.
     """
     communicator = replica.communicator
-    if progress.has_errors:
+    if progress.errors == "own":
         if progress.ranks != communicator.ranks:
             raise ValueError(
                 f"Invalid state_dict: saved in compression by {progress.ranks} ranks, loaded by {communicator.ranks}. "
                 "Pending errors belong to ranks, and dropping them would lose part of the optimisation: load with as "
-                "many ranks, or save in warmup (call rewarm() before saving)."
+                "many ranks, or call consolidate_errors() before saving."
             )
         if progress.rank != communicator.rank:
             raise ValueError(
                 f"Invalid state_dict: saved in compression by rank {progress.rank}, loaded by rank "
-                f"{communicator.rank}. Every rank has pending errors of its own: save and load one file per rank."
+                f"{communicator.rank}. Every rank has pending errors of its own: save and load one file per rank, or "
+                "call consolidate_errors() before saving."
             )
         if progress.layout != replica.layout.fingerprint:
             raise ValueError(
                 "Invalid state_dict: saved in compression with another layout (tensor sizes or order, "
-                "block_elements, bucket_elements). Use the options it was saved with."
+                "block_elements, bucket_elements). Use the options it was saved with, or call consolidate_errors() "
+                "before saving."
             )
     wanted = ["exp_avg", "exp_avg_sq"]
     if progress.stage == "compression":
-        wanted += ["exp_avg_sq_fresh"] + (["worker_error"] if progress.has_errors else [])
+        errors = {"none": [], "own": ["worker_error"], "mean": ["pending_error"]}
+        wanted += ["exp_avg_sq_fresh", *errors[progress.errors]]
     for bucket in replica.buckets:
         for row, parameter in enumerate(bucket.parameters):
             entry, name = entries.get(parameter, {}), names[parameter]
             shapes = dict.fromkeys(wanted, parameter.shape) | dict.fromkeys(SCALARS, torch.Size())
             if "master" in entry:
                 shapes["master"] = parameter.shape
-            if progress.has_errors:
+            if progress.errors == "own":
                 part = _in_chunk(bucket, row, replica)
                 shapes["server_error"] = torch.Size([part.stop - part.start])
             for key, shape in shapes.items():
@@ -241,19 +276,24 @@ def import_dense(replica: Replica, entries: dict[Tensor, dict[str, Tensor]], com
 
 
 def import_errors(replica: Replica, entries: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Copy pending errors into the second stage's buffers: x and y become the errors, with scale 0."""
+    """Make the pending errors of a state those of a replica in compression.
+
+    Their mean becomes every worker's, whatever the number of ranks; on one rank, where nothing is compressed, it is
+    folded into the momentum.
+    """
     for bucket in replica.buckets:
-        if bucket.x is None or bucket.y is None:
-            continue
-        for row, (view, parameter) in enumerate(zip(bucket.views(bucket.x), bucket.parameters, strict=True)):
-            _copy_unmasked(view, entries[parameter]["worker_error"])
-            _copy_unmasked(bucket.y[_in_chunk(bucket, row, replica)], entries[parameter]["server_error"])
-
-
-def _copy_unmasked(state: Tensor, error: Tensor) -> None:
-    """Copy an error over state, leaving the negative zeros that mark masked elements."""
-    error = error.to(state)
-    state.copy_(torch.where(torch.signbit(state) | (error == 0), state, error))
+        mean = bucket.zeros()
+        for row, (view, parameter) in enumerate(zip(bucket.views(mean), bucket.parameters, strict=True)):
+            entry = entries[parameter]
+            if "pending_error" in entry:
+                view.copy_(entry["pending_error"])
+            elif bucket.x is not None and bucket.y is not None and "worker_error" in entry:
+                view.copy_(entry["worker_error"])
+                set_error(bucket.y[_in_chunk(bucket, row, replica)], entry["server_error"])
+        if bucket.x is not None:
+            set_error(bucket.x, mean)
+        else:
+            fold_error(bucket, mean)
 
 
 def carry_over(old: Replica, new: Replica) -> None:

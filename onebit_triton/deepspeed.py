@@ -265,7 +265,7 @@ def _translate(state_dict: Any, param_groups: list[dict[str, Any]], freeze_step:
         )
     progress = Progress(
         version=VERSION, stage="compression" if compression else "warmup", calls=steps, warmup_base=0,
-        warmup_steps=freeze_step, check_at=freeze_step, ranks=1, rank=0, layout=0, counted=steps,
+        warmup_steps=freeze_step, check_at=freeze_step, errors="none", ranks=1, rank=0, layout=0, counted=steps,
     )  # fmt: skip
     for group in groups:
         group[KEY] = progress.to_dict()

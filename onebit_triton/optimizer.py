@@ -25,7 +25,7 @@ from .metrics import collect_metrics
 from .monitor import Monitor
 from .options import check_group, check_optimizer, check_parameter, check_steps
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, thaw
-from .stages.switch import mask_variance, stage_two
+from .stages.switch import consolidate, mask_variance, stage_two
 
 logger = logging.getLogger("onebit_triton")
 
@@ -91,6 +91,7 @@ class OneBitLamb(Optimizer):
 
     _built = False
     _replayed = False
+    _consolidated = False
     _replica: Replica
     _stage: Warmup | Uncompressed | Compression
 
@@ -252,7 +253,7 @@ class OneBitLamb(Optimizer):
         return self._stage.name
 
     def _enter(self, stage: Warmup | Uncompressed | Compression) -> None:
-        self._stage = stage
+        self._stage, self._consolidated = stage, False
         self._communicator.traffic.stage = stage.name
         self._communicator.traffic.start_step()
         for hook in self._hooks:
@@ -322,6 +323,7 @@ class OneBitLamb(Optimizer):
                 tell_skipped(grad_scaler, self, replica.decision)
             if not capturing:
                 self._monitor.observe()
+        self._consolidated = False
         replica.release_gradients()
         if capturing:
             self._replayed = True
@@ -437,13 +439,29 @@ class OneBitLamb(Optimizer):
 
     # Checkpoints
 
+    @torch.no_grad()
+    def consolidate_errors(self) -> None:
+        """Give every worker the mean of all pending errors, so that one state serves any number of ranks (collective).
+
+        Call it before `state_dict`, between two steps. Training goes on from where it leaves the errors, bit for bit as
+        a run that loads the state: the mean is all of them that parameters ever see. A state saved without it continues
+        the very errors of each rank, but only on as many ranks.
+
+        In warmup, and on one rank, there are no errors; the state then has zeros in their place: the same keys in every
+        stage, as torch.distributed.checkpoint needs them, which reads into the state of an optimizer that is still new.
+        """
+        if isinstance(self._stage, Compression) and not self._consolidated:
+            consolidate(self._replica)
+        self._consolidated = True
+
     def _progress(self) -> checkpoint.Progress:
         replica = self._replica
+        errors = "mean" if self._consolidated else "own" if isinstance(self._stage, Compression) else "none"
         self._count_replays()
         progress = checkpoint.Progress(
             version=checkpoint.VERSION, stage=self.stage, calls=self._calls, warmup_base=self._warmup_base,
-            warmup_steps=self._warmup_steps, check_at=self._check_at, ranks=self._communicator.ranks,
-            rank=self._communicator.rank, layout=replica.layout.fingerprint,
+            warmup_steps=self._warmup_steps, check_at=self._check_at, errors=errors, ranks=self._communicator.ranks,
+            rank=self._communicator.rank if errors == "own" else 0, layout=replica.layout.fingerprint,
         )  # fmt: skip
         progress.read_device(replica)
         return progress
@@ -452,10 +470,11 @@ class OneBitLamb(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State as torch's standard form: per parameter step, exp_avg, exp_avg_sq and so on, dense and fp32.
 
-        In compression on several ranks it contains this rank's pending errors: save one file per rank.
+        In compression on several ranks it contains this rank's pending errors: save one file per rank. After
+        `consolidate_errors` it is the same on every rank: save one.
         """
         shown, progress = self.state, self._progress().to_dict()
-        self.state = defaultdict(dict, checkpoint.export_state(self._replica, self._stage))
+        self.state = defaultdict(dict, checkpoint.export_state(self._replica, self._stage, self._consolidated))
         for group in self.param_groups:
             group[checkpoint.KEY] = dict(progress)
         try:
@@ -469,8 +488,10 @@ class OneBitLamb(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a saved state was, in either stage (collective; nothing changes if any rank refuses).
 
-        A state saved in warmup, or by one process, loads anywhere; one saved in compression by several ranks loads on
-        the same rank of as many ranks with the same layout.
+        A state saved in warmup, by one process, or after `consolidate_errors` loads at any number of ranks, with any
+        `bucket_elements` and `block_elements`; another one saved in compression by several ranks loads on the same rank
+        of as many ranks with the same layout. Parameters are matched by their names, where both have such, else by
+        their order.
 
         Raises:
             ValueError: saying why the state does not fit.
@@ -494,8 +515,9 @@ class OneBitLamb(Optimizer):
         self._communicator.agree({"the saved stage": int(progress.stage == "warmup"), "the saved step": progress.calls})
 
         for group, saved in zip(self.param_groups, copy.deepcopy(groups), strict=True):
-            del saved["params"], saved[checkpoint.KEY]
-            group.update(saved)
+            ours = {key: group[key] for key in ("params", "param_names") if key in group}
+            del saved[checkpoint.KEY]
+            group.update(saved, **ours)
         replica = self._build(fresh=True)
         checkpoint.import_dense(replica, entries, progress.stage == "compression")
         progress.write_device(replica)
@@ -505,10 +527,12 @@ class OneBitLamb(Optimizer):
         if progress.stage == "compression":
             mask_variance(replica, self._masks())
             self._enter(stage_two(replica))
-            if progress.has_errors:
+            if progress.errors != "none":
+                self._hyper.refresh(self.param_groups)
                 checkpoint.import_errors(replica, entries)
         else:
             self._publish_state()
+        self._consolidated = progress.errors == "mean"
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

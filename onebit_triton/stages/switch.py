@@ -104,21 +104,48 @@ def pending_error(state: Tensor, scale: Tensor) -> Tensor:
 
 
 def thaw(replica: Replica, stage: Compression | Uncompressed) -> Warmup:
-    """Return to warmup. The momentum becomes dense; the pending errors of all ranks are folded into it.
-
-    An error e would be added to s_j b1 m in the next compressed step, so m moves by mean(e) / (s_j b1).
-    """
-    ranks, rank = replica.communicator.ranks, replica.communicator.rank
+    """Return to warmup. The momentum becomes dense; the pending errors of all ranks are folded into it."""
     for number, bucket in enumerate(replica.buckets):
         bucket.exp_avg = dense_momentum(bucket, stage, number)
-        if bucket.x is not None and bucket.y is not None:
-            error = pending_error(bucket.x, bucket.x_scale) / ranks
-            error.view(ranks, -1)[rank] += pending_error(bucket.y, bucket.y_scale)
-            replica.communicator.all_reduce(error).wait()
-            scale = bucket.map.rows(bucket.rates, Rate.SCALING) * bucket.map.rows(bucket.hyper, Hyper.BETA1)
-            folded = torch.where(scale > 0, error.view(bucket.map.blocks, -1) / scale, 0.0)
-            bucket.exp_avg += folded.view(-1)
+        if bucket.x is not None:
+            fold_error(bucket, _mean_error(replica, bucket))
         bucket.exp_avg_sq.abs_()
         bucket.exp_avg_sq_fresh = bucket.x = bucket.y = None
     replica.rates[:, Rate.SCALING] = 1.0
     return Warmup(replica)
+
+
+def consolidate(replica: Replica) -> None:
+    """Give every worker the mean error that is pending, and servers none: the mean is all that the iterate sees."""
+    for bucket in replica.buckets:
+        if bucket.x is not None and bucket.y is not None:
+            set_error(bucket.x, _mean_error(replica, bucket))
+            set_error(bucket.y, torch.zeros_like(bucket.y))
+            bucket.x_scale.zero_()
+            bucket.y_scale.zero_()
+
+
+def _mean_error(replica: Replica, bucket: Bucket) -> Tensor:
+    """Mean error that is pending in a bucket, of workers and servers together, fp32 [elements] (collective)."""
+    assert bucket.x is not None
+    assert bucket.y is not None
+    ranks, rank = replica.communicator.ranks, replica.communicator.rank
+    error = pending_error(bucket.x, bucket.x_scale) / ranks
+    error.view(ranks, -1)[rank] += pending_error(bucket.y, bucket.y_scale)
+    replica.communicator.all_reduce(error).wait()
+    return error
+
+
+def set_error(state: Tensor, error: Tensor) -> None:
+    """Make an error what x (or y) of scale 0 carries, leaving the negative zeros that mark masked elements."""
+    state.copy_(torch.where(masked_zero(state), state, error.to(state) + 0.0))  # -0.0 + 0.0 is 0.0
+
+
+def fold_error(bucket: Bucket, error: Tensor) -> None:
+    """Put a pending error, fp32 [elements], into the dense momentum, to be applied where nothing is compressed.
+
+    An error e would be added to s_j b1 m in the next compressed step, so m moves by e / (s_j b1).
+    """
+    assert bucket.exp_avg is not None
+    scale = bucket.map.rows(bucket.rates, Rate.SCALING) * bucket.map.rows(bucket.hyper, Hyper.BETA1)
+    bucket.exp_avg += torch.where(scale > 0, error.view(bucket.map.blocks, -1) / scale, 0.0).view(-1)

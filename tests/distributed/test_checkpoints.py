@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from onebit_triton import OneBitLamb
+from onebit_triton.kernels.tables import Rate
+from onebit_triton.stages.switch import pending_error
 
 from ..ranks import RankPool
 from ..training import SHAPES, gradients, parameters, set_gradients, two_groups, vector
@@ -123,3 +133,155 @@ def test_states_of_different_moments_are_refused(ranks: RankPool) -> None:
     early, late = ranks(2, save, 3)[0], ranks(2, save, 4)[1]
     for message in ranks(2, refused, [early, late], {}):
         assert "do not agree on the saved step: rank 1 has 4, rank 0 has 3" in message
+
+
+PORTABLE: dict[str, Any] = {"bias_correction": True, "max_grad_norm": 0.5}
+
+
+def save_portable(rank: int, ranks: int, at: int) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """A consolidated state; the mean error that was pending before; and where the same run is four steps later."""
+    names = [f"layer.{i}" for i in range(len(SHAPES))]
+    params = parameters(torch.bfloat16)
+    groups = [{"params": list(zip(names[k:j], params[k:j], strict=True))} for k, j in ((0, 3), (3, None))]
+    optimizer = OneBitLamb(groups, lr=0.01, freeze_step=5, backend="torch", block_elements=64, **PORTABLE)
+    run(params, optimizer, rank, range(at))
+    pending = pending_mean(optimizer)
+    optimizer.consolidate_errors()
+    optimizer.consolidate_errors()  # once is enough
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "params": [p.detach() for p in params]}, buffer)
+    run(params, optimizer, rank, range(at, at + 4))
+    return buffer.getvalue(), pending, vector(params)
+
+
+def pending_mean(optimizer: OneBitLamb) -> np.ndarray:
+    """Mean error that is pending over all ranks, in the parameters' order, as it would reach the momentum."""
+    replica = optimizer._replica
+    found = []
+    for bucket in replica.buckets:
+        error = torch.zeros(bucket.elements)
+        if bucket.x is not None:
+            error = pending_error(bucket.x, bucket.x_scale) / replica.communicator.ranks
+            chunk = error.view(replica.communicator.ranks, -1)[replica.communicator.rank]
+            chunk += pending_error(bucket.y, bucket.y_scale)
+            torch.distributed.all_reduce(error)
+        scaled = error.view(bucket.map.blocks, -1) / bucket.map.rows(bucket.rates, Rate.SCALING)
+        views = bucket.views(scaled.view(-1))
+        found += [(p, view.reshape(-1)) for p, view in zip(bucket.parameters, views, strict=True)]
+    order = {p: i for i, p in enumerate(optimizer._parameters())}
+    return torch.cat([view for _, view in sorted(found, key=lambda pair: order[pair[0]])]).numpy().copy()
+
+
+def load_portable(
+    rank: int, ranks: int, saved: bytes, at: int, reordered: bool, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, bytes]:
+    """Load it; the pending error then, the change of the momentum, where the run is four steps later, and its state."""
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
+    params = [torch.nn.Parameter(p) for p in loaded["params"]]
+    names = [f"layer.{i}" for i in range(len(params))]
+    places = [2, 0, 1, 5, 3, 4] if reordered else range(len(params))
+    pairs = [(names[i], params[i]) for i in places]
+    groups = [{"params": pairs[:3]}, {"params": pairs[3:]}]
+    optimizer = OneBitLamb(groups, lr=0.5, freeze_step=5, backend="torch", **(PORTABLE | options))
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in pairs[:3]]
+    pending = pending_mean(optimizer)
+    if reordered:
+        parts = np.split(pending, np.cumsum([p.numel() for _, p in pairs])[:-1])
+        spread = {name: part for (name, _), part in zip(pairs, parts, strict=True)}
+        pending = np.concatenate([spread[name] for name in names])
+    stored = loaded["optimizer"]["state"]
+    moved = [optimizer.state_dict()["state"][k]["exp_avg"] - stored[i]["exp_avg"] for k, i in enumerate(places)]
+    in_order = [moved[list(places).index(i)].reshape(-1) for i in range(len(params))]
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    run(params, optimizer, rank, range(at, at + 4))
+    return pending, torch.cat(in_order).numpy(), vector(params), buffer.getvalue()
+
+
+@pytest.mark.parametrize("at", [5, 9], ids=["at the switch", "compression"])
+def test_consolidated_state_goes_on_exactly(ranks: RankPool, at: int) -> None:
+    saved = ranks(2, save_portable, at)
+    assert saved[0][0] == saved[1][0], "the state is the same on every rank"
+    results = ranks(2, load_portable, saved[0][0], at, False, {"block_elements": 64})
+    for (pending, moved, params, again), (_, before, wanted) in zip(results, saved, strict=True):
+        np.testing.assert_allclose(pending, before, rtol=0, atol=1e-7)
+        assert not moved.any()
+        np.testing.assert_array_equal(params, wanted)
+        state, loaded = (torch.load(io.BytesIO(b), weights_only=True) for b in (again, saved[0][0]))
+        assert state["param_groups"][0]["onebit_lamb"]["errors"] == "mean"
+        for key, entry in state["state"].items():
+            assert all(torch.equal(value, loaded["optimizer"]["state"][key][name]) for name, value in entry.items())
+
+
+@pytest.mark.parametrize(("savers", "loaders"), [(4, 2), (2, 3), (4, 1), (1, 4)])
+def test_pending_errors_survive_another_number_of_ranks(ranks: RankPool, savers: int, loaders: int) -> None:
+    """Also other blocks and buckets, and parameters in another order; on one rank the momentum takes the error."""
+    at = 9
+    saved = ranks(savers, save_portable, at)
+    before, norm = saved[0][1], np.linalg.norm(saved[0][1])
+    assert (norm > 0) == (savers > 1)
+    options = {"block_elements": 128, "bucket_elements": 512}
+    results = ranks(loaders, load_portable, saved[0][0], at, True, options)
+    for pending, moved, params, _ in results:
+        if loaders == 1:
+            np.testing.assert_allclose(moved, before / 0.9, rtol=0, atol=2e-6 * max(norm, 1e-3))
+        else:
+            assert not moved.any()
+            np.testing.assert_allclose(pending, before, rtol=0, atol=1e-6 * max(norm, 1e-3))
+        np.testing.assert_array_equal(params, results[0][2])
+
+
+def refuse_another_order(rank: int, ranks: int) -> None:
+    params = parameters()
+    optimizer = OneBitLamb([(f"layer.{i}", p) for i, p in enumerate(params)], freeze_step=2, backend="torch")
+    run(params, optimizer, rank, range(4))
+    state = optimizer.state_dict()
+    other = OneBitLamb([(f"layer.{i}", params[i]) for i in (1, 0, 2, 3, 4, 5)], freeze_step=2, backend="torch")
+    with pytest.raises(ValueError, match=r"another order.*consolidate_errors"):
+        other.load_state_dict(state)
+    renamed = OneBitLamb([(f"layer.{i + 1}", p) for i, p in enumerate(params)], freeze_step=2, backend="torch")
+    with pytest.raises(ValueError, match=r"only one of two has 'layer\.0'"):
+        renamed.load_state_dict(state)
+
+
+def test_another_order_or_other_names_are_refused(ranks: RankPool) -> None:
+    ranks(2, refuse_another_order)
+
+
+def through_dcp(rank: int, ranks: int, folder: str, at: int) -> None:
+    """torch's distributed checkpoints: synchronous and asynchronous, into an optimizer that is new."""
+
+    def fresh() -> tuple[torch.nn.Module, OneBitLamb]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Tanh(), torch.nn.Linear(24, 3)).bfloat16()
+        optimizer = OneBitLamb(model.named_parameters(), lr=0.01, freeze_step=5, backend="torch", block_elements=64)
+        return model, optimizer
+
+    def train(model: torch.nn.Module, optimizer: OneBitLamb, steps: range) -> None:
+        run(list(model.parameters()), optimizer, rank, steps)
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(at))
+    optimizer.consolidate_errors()
+    saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=f"{folder}/now")
+    # It talks in the background: over the group of the training its messages would meet ours.
+    later = dcp.async_save(saved, checkpoint_id=f"{folder}/later", process_group=torch.distributed.new_group())
+    train(model, optimizer, range(at, at + 4))
+    later.result()
+    for name in ("now", "later"):
+        other, resumed = fresh()
+        resumed.consolidate_errors()  # the keys of a state in compression, while it is in warmup
+        state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, resumed)}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, resumed, state["optimizer"])
+        assert resumed.stage == ("compression" if at >= 5 else "warmup")
+        train(other, resumed, range(at, at + 4))
+        np.testing.assert_array_equal(vector(list(other.parameters())), vector(list(model.parameters())))
+
+
+@pytest.mark.parametrize("at", [3, 8], ids=["warmup", "compression"])
+def test_distributed_checkpoints(ranks: RankPool, tmp_path: Path, at: int) -> None:
+    ranks(2, through_dcp, str(tmp_path), at)
