@@ -65,7 +65,7 @@ class Clock:
         waits = self._stamps[1:-1]
         if self._on_cuda:
             self._stamps[-1].synchronize()
-        waited = sum(self._seconds(a, b) for a, b in zip(waits[::2], waits[1::2], strict=True))
+        waited = sum((self._seconds(a, b) for a, b in zip(waits[::2], waits[1::2], strict=True)), 0.0)
         return waited, self._seconds(self._stamps[0], self._stamps[-1]) - waited
 
     def _seconds(self, first: Any, second: Any) -> float:

@@ -20,22 +20,25 @@ KEPT = 64
 
 
 class VarianceHistory:
-    """|v|_1 of every layer at earlier calls of `metrics`, to compare with; forgotten when a warmup begins."""
+    """Norm of every layer's variance at earlier calls of `metrics`, to compare with; forgotten when a warmup begins."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, Tensor]] = deque()
 
     def stability(self, step: int, norms: Tensor, one_minus_beta2: Tensor) -> list[float | None]:
-        """|v|_1 over what it was 1 / (1 - beta2) steps ago, per layer; None until it was measured so long ago.
+        """|v|_1 over what it was 1 / (1 - beta2) steps ago, per layer; None where it was not measured so long ago.
 
         The rule of 1-bit Adam (Tang et al., arXiv 2102.02888), whose authors freeze v where this has reached 0.96.
 
         Args:
             step: counted steps.
-            norms: fp64 [layers], |v|_1 over 1 - beta2^k, so that v filling up is not taken for growth.
+            norms: fp64 [layers], |v|_1 over 1 - beta2^k after k steps, so that v filling up is not taken for growth.
             one_minus_beta2: fp64 [layers].
         """
-        lags = [max(1, round(1 / share)) for share in one_minus_beta2.tolist()]
+        shares = one_minus_beta2.tolist()
+        if not all(shares):  # the table is filled in by the first step
+            return [None] * len(shares)
+        lags = [max(1, round(1 / share)) for share in shares]
         if not lags:
             return []
         if not self._seen or step >= self._seen[-1][0] + max(1, min(lags) // KEPT):
@@ -57,8 +60,6 @@ def collect_metrics(
     errors, sent = _errors_and_momenta(replica)
     exchange_seconds, pass_seconds = replica.communicator.clock.read()
     clipped_by = _clipped_by(rates, hyper, last_stage)
-    # At the switch v is still that of the warmup.
-    frozen = stage.name == "compression" and last_stage != "warmup"
     whole, whole_sent = float(errors.sum()), float(sent.sum())
     return {
         "stage": stage.name,
@@ -86,7 +87,8 @@ def collect_metrics(
         "unclipped": rates[:, Rate.UNCLIPPED].tolist(),
         "clipped_by": clipped_by,
         "layer_error_ratio": [ratio or 0.0 for ratio in _ratios(errors.sqrt(), sent.sqrt())],
-        "variance_stability": _stability(replica, rates, hyper, decision[Decision.COUNTED], frozen, history),
+        "variance_stability": _stability(replica, rates, hyper, decision[Decision.COUNTED], history),
+        "fresh_variance_ratio": _fresh_variance_ratio(replica, len(rates)),
     }
 
 
@@ -141,18 +143,26 @@ def _clipped_by(rates: Tensor, hyper: Tensor, last_stage: str | None) -> list[st
 
 
 def _stability(
-    replica: Replica, rates: Tensor, hyper: Tensor, step: int, frozen: bool, history: VarianceHistory
+    replica: Replica, rates: Tensor, hyper: Tensor, step: int, history: VarianceHistory
 ) -> list[float | None]:
-    """How much v changed: in warmup over its memory, in compression since it was frozen."""
-    if frozen:
-        old, new = [], []
-        for bucket in replica.buckets:
-            assert bucket.exp_avg_sq_fresh is not None
-            part = bucket.exp_avg_sq > 0
-            old.append(_layer_sums(bucket, bucket.exp_avg_sq * part))
-            new.append(_layer_sums(bucket, bucket.exp_avg_sq_fresh * part))
-        return _ratios(_over_buckets(new), _over_buckets(old))
-    norms = _over_buckets([_layer_sums(bucket, bucket.exp_avg_sq.abs()) for bucket in replica.buckets])
-    filled = rates[:, Rate.CORRECTION2].double()
-    corrected = torch.where(filled > 0, norms / filled, 0.0)
-    return history.stability(step, corrected, hyper[:, Hyper.ONE_MINUS_BETA2].double())
+    """`VarianceHistory.stability` of the variance that moves: v in warmup, v' in compression, where it began as v."""
+    sums = []
+    for bucket in replica.buckets:
+        moving = bucket.exp_avg_sq if bucket.exp_avg_sq_fresh is None else bucket.exp_avg_sq_fresh
+        sums.append(_layer_sums(bucket, moving.abs()))
+    filled = 1 - hyper[:, Hyper.BETA2].double() ** rates[:, Rate.STEP].double()
+    return history.stability(
+        step, torch.where(filled > 0, _over_buckets(sums) / filled, 0.0), hyper[:, Hyper.ONE_MINUS_BETA2].double()
+    )
+
+
+def _fresh_variance_ratio(replica: Replica, layers: int) -> list[float | None]:
+    """|v'|_1 over |v|_1 where elements take part, in compression."""
+    old, new = [], []
+    for bucket in replica.buckets:
+        if bucket.exp_avg_sq_fresh is None:
+            return [None] * layers
+        part = bucket.exp_avg_sq > 0
+        old.append(_layer_sums(bucket, bucket.exp_avg_sq * part))
+        new.append(_layer_sums(bucket, bucket.exp_avg_sq_fresh * part))
+    return _ratios(_over_buckets(new), _over_buckets(old))

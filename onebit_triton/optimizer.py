@@ -523,9 +523,12 @@ class OneBitLamb(Optimizer):
         - unclipped: c, or f in compression, before its bounds; clipped_by: the bound that decided, as in clipped, or
           None.
         - layer_error_ratio: as error_ratio.
-        - variance_stability: 1 where v is settled. After a warmup step |v|_1 over what it was 1 / (1 - betas[1]) steps
-          before, by 1-bit Adam's rule (Tang et al., arXiv 2102.02888), v bias-corrected; None until metrics() was
-          called so long ago in this warmup. After a compressed step |v'|_1 over |v|_1; None if nothing takes part.
+        - variance_stability: near 1 where the variance has settled: |v|_1 over what it was 1 / (1 - betas[1]) steps
+          before, both over 1 - betas[1]^k. 1-bit Adam's rule (Tang et al., arXiv 2102.02888), whose authors freeze v
+          from 0.96 on. In compression the same of v', which begins as v. None where metrics() was not called so long
+          ago since the warmup began.
+        - fresh_variance_ratio: |v'|_1 over |v|_1 in compression, None in warmup. On several ranks it rises far above
+          1, since v' takes in the noise of the signs.
         """
         found = collect_metrics(self._replica, self._stage, self._last_stage, self._variances)
         missing = self._warmup_base + self._warmup_steps - found["step"]
