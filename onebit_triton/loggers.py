@@ -18,6 +18,10 @@ START = '{"call": '
 """How every line begins."""
 
 
+RESERVED = ("call", "time")
+"""What a line has besides metrics."""
+
+
 class _Logger:
     """What loggers share: rank 0 alone, and every so many calls.
 
@@ -28,12 +32,12 @@ class _Logger:
         ValueError: unless `every` is an integer of at least 1.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: Any) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"Invalid every={every!r}. Must be an integer >= 1 (write at every so many calls).")
         self._every, self._calls = every, 0
 
-    def __call__(self, optimizer: OneBitLamb, **values: float | Tensor) -> None:
+    def __call__(self, optimizer: OneBitLamb, **values: Any) -> None:
         """Write what the optimizer's metrics say now; call it on every rank, after each step.
 
         Args:
@@ -48,12 +52,15 @@ class _Logger:
         if optimizer.rank != 0 or self._calls % self._every:
             return
         found = optimizer.metrics()
+        numbers = {}
         for name, value in values.items():
-            if name in found:
-                raise ValueError(f"Invalid name {name!r}. Must be none of the names of metrics().")
-            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+            if name in found or name in RESERVED:
+                raise ValueError(f"Invalid name {name!r}. Must be none of the names that a line has already.")
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not isinstance(number, (int, float)):
                 raise TypeError(f"Invalid {name}={value!r}. Must be a number or a tensor of one element.")
-        self._write(found, {name: float(value) for name, value in values.items()})
+            numbers[name] = number
+        self._write(found, numbers)
 
     def _write(self, found: dict[str, Any], values: dict[str, float]) -> None:
         raise NotImplementedError
