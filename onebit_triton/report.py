@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import warnings
@@ -48,7 +49,7 @@ class LogError(ValueError):
     """A file that is no log of a run; the message names file, line and rule."""
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Lines of a log, oldest first; where a resumed run took steps again, the newer ones.
 
     A last line that was cut short is left out, with a warning.
@@ -57,6 +58,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         LogError: for an empty file, or a line that `JsonLines` did not write.
         OSError: if the file cannot be read.
     """
+    path = Path(path)
     texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     cut = texts.pop() if texts[-1] else texts.pop() or None
     rows: list[dict[str, Any]] = []
@@ -116,16 +118,33 @@ def _known(row: dict[str, Any]) -> list[float]:
 
 
 def error_trend(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Whether the error grows."""
-    seen = [row["error_ratio"] for row in rows if row["error_ratio"] > 0]
-    if not seen:
+    """Whether the error grows, of the whole model or of some layers."""
+    rows = [row for row in rows if row["error_ratio"] > 0]
+    if not rows:
         return "No error", "nothing was compressed"
-    quarter = len(seen) // 4
+    quarter = len(rows) // 4
     if quarter < 2:
-        return "Too few compressed steps to tell whether the error grows", f"{seen[-1]:.2f} of the momentum at the end"
-    before, now = statistics.median(seen[-2 * quarter : -quarter]), statistics.median(seen[-quarter:])
-    headline = "The error is growing" if now > GROWING * before else "The error is not growing"
+        headline = "Too few compressed steps to tell whether the error grows"
+        return headline, f"{rows[-1]['error_ratio']:.2f} of the momentum at the end"
+    before, now = _last_quarters([row["error_ratio"] for row in rows])
+    by_layer = zip(*(_floats(row["layer_error_ratio"]) for row in rows), strict=True)
+    names = [
+        short(name)
+        for name, (early, late) in zip(rows[-1]["layers"], map(_last_quarters, by_layer), strict=True)
+        if late > GROWING * early
+    ]
+    headline = "The error is not growing"
+    if now > GROWING * before:
+        headline = "The error is growing"
+    elif names:
+        headline += f", but that of {names[0] if len(names) == 1 else f'{len(names)} layers'} is"
     return headline, f"{before:.2f} of the momentum in the third quarter of compression, {now:.2f} in the last"
+
+
+def _last_quarters(values: Sequence[float]) -> tuple[float, float]:
+    """Medians of the third and of the last quarter."""
+    quarter = len(values) // 4
+    return statistics.median(values[-2 * quarter : -quarter]), statistics.median(values[-quarter:])
 
 
 def saving(rows: Sequence[dict[str, Any]]) -> tuple[str, str]:

@@ -57,6 +57,10 @@ def test_is_the_error_growing() -> None:
     assert error_trend(growing) == (
         "The error is growing", "1.05 of the momentum in the third quarter of compression, 1.45 in the last",
     )  # fmt: skip
+    some = [row(step, layer_error_ratio=[0.7, 0.1 * step]) for step in range(1, 21)]
+    assert error_trend(some)[0] == "The error is not growing, but that of b is"
+    some = [row(step, layer_error_ratio=[step, 0.1 * step]) for step in range(1, 21)]
+    assert error_trend(some)[0] == "The error is not growing, but that of 2 layers is"
     assert error_trend(RUN[:3])[0] == "No error"
     assert error_trend(RUN[:6])[0].startswith("Too few")
 
