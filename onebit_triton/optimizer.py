@@ -486,7 +486,7 @@ class OneBitLamb(Optimizer):
     def metrics(self) -> dict[str, Any]:
         """What there is to see, as plain numbers and per-layer lists; the one call that may synchronise.
 
-        Not collective. It reads v, v' and the pending error once: on a large model call it every few steps. In a
+        Not collective. It reads v, v' and the pending error: on a large model call it every few steps. In a
         step that was skipped the layers' numbers are those of the last one that was not.
 
         **Where training stands**
