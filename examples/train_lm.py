@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from onebit_triton import OneBitLamb
+from onebit_triton.loggers import JsonLines
 
 
 def parse_args() -> argparse.Namespace:
@@ -46,8 +47,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="without DistributedDataParallel")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is")
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto", help="of the optimizer")
+    parser.add_argument("--layers", type=int, default=ModelConfig.layers, help="of the model")
+    parser.add_argument("--width", type=int, default=ModelConfig.width, help="of the model, a multiple of 32")
     parser.add_argument("--label", default="training", help="text in front of the progress bar")
     parser.add_argument("--out", type=Path, help="write losses, bytes and settings to this JSON file")
+    parser.add_argument("--metrics", type=Path, help="write the optimizer's metrics to this file after every step")
     parser.add_argument("--checkpoint", type=Path, help="save to PATH.rank*, and continue from there if they exist")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="with --checkpoint")
     args = parser.parse_args()
@@ -101,12 +105,14 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, worker: Worker) -> None:
         self.args, self.worker, self.first_step = args, worker, 0
         torch.manual_seed(args.seed)  # the same weights on every rank, also without DDP
+        self.config = ModelConfig(layers=args.layers, width=args.width, heads=args.width // 32)
         # Of bf16 and fp16 parameters the optimizer keeps fp32 masters; fp16 gradients also need a loss scale.
-        self.model = ByteTransformer(ModelConfig()).to(worker.device, getattr(torch, args.dtype))
+        self.model = ByteTransformer(self.config).to(worker.device, getattr(torch, args.dtype))
         self.scaler = GradScaler(worker.device.type, enabled=args.dtype == "float16")
-        # The usual LAMB recipe: no weight decay on vectors.
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+        # The usual LAMB recipe: no weight decay on vectors. With names, which metrics and errors then show.
+        named = list(self.model.named_parameters())
+        matrices = [(name, p) for name, p in named if p.ndim > 1]
+        vectors = [(name, p) for name, p in named if p.ndim <= 1]
         self.optimizer = OneBitLamb(
             [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
             lr=args.lr,
@@ -117,6 +123,7 @@ class Trainer:
             backend=args.backend,
         )
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_factor(step, args.steps))
+        self.log = JsonLines(args.metrics) if args.metrics else None
         self.train_model: torch.nn.Module = self.model
         if worker.world_size > 1 and not args.plain:
             # attach() makes DDP average in warmup and leave the gradients local afterwards. Without it DDP would go
@@ -159,7 +166,7 @@ class Trainer:
         tokens, targets = training_batch(
             text,
             sequences=self.args.batch_size,
-            context=ModelConfig().context,
+            context=self.config.context,
             seed=self.args.seed,
             step=step,
             rank=self.worker.rank,
@@ -171,6 +178,8 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
+        if self.log:
+            self.log(self.optimizer, loss=loss)
         return loss.detach()
 
     @torch.no_grad()
@@ -180,7 +189,7 @@ class Trainer:
         for tokens, targets in held_out_batches(
             text,
             sequences=self.args.eval_sequences,
-            context=ModelConfig().context,
+            context=self.config.context,
             batch=16,
             rank=self.worker.rank,
             world_size=self.worker.world_size,
@@ -226,7 +235,7 @@ def report(trainer: Trainer, history: History, corpus: Corpus) -> None:
     if args.out:
         result = {
             "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-            "model": asdict(ModelConfig()),
+            "model": asdict(trainer.config),
             "device": trainer.worker.device.type,
             "processes": trainer.worker.world_size,
             "training_bytes": len(corpus.train),

@@ -46,6 +46,7 @@ FACTOR = tl.constexpr(int(Rate.FACTOR))
 COUNT = tl.constexpr(int(Rate.COUNT))
 COEFF_USED = tl.constexpr(int(Rate.COEFF_USED))
 RATE = tl.constexpr(int(Rate.RATE))
+UNCLIPPED = tl.constexpr(int(Rate.UNCLIPPED))
 RATES = tl.constexpr(len(Rate))
 
 SKIP = tl.constexpr(int(Decision.SKIP))

@@ -95,9 +95,10 @@ def lamb_moments_reference(
 def trust_ratio(p_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
     """The layer table after this step, from sums of squares per segment."""
     p_norm, u_norm = p_squares.sqrt(), u_squares.sqrt()
-    c = (p_norm / u_norm).clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF])
-    one = torch.ones_like(c)
-    c = torch.where((p_norm == 0) | (u_norm == 0), one, c)
+    one = torch.ones_like(p_norm)
+    still = (p_norm == 0) | (u_norm == 0)
+    unclipped = torch.where(still, one, p_norm / u_norm)
+    c = torch.where(still, one, unclipped.clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF]))
     new = rates.clone()
     new[:, Rate.STEP] += 1
     for column, decay, one_minus_decay, value in (
@@ -109,6 +110,7 @@ def trust_ratio(p_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tens
         new[:, column] = hyper[:, decay] * rates[:, column] + hyper[:, one_minus_decay] * value
     new[:, Rate.COEFF_USED] = c
     new[:, Rate.RATE] = hyper[:, Hyper.LR] * c
+    new[:, Rate.UNCLIPPED] = unclipped
     return new
 
 

@@ -54,6 +54,7 @@ class Rate(IntEnum):
     COUNT = 7  # elements that take part in compression
     COEFF_USED = 8  # trust ratio of the last step: c, or C f
     RATE = 9  # lr times COEFF_USED: what the update is multiplied by
+    UNCLIPPED = 10  # c, or f, of the last step before its bounds; only to be seen
 
 
 class Decision(IntEnum):

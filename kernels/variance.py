@@ -41,6 +41,7 @@ from .common import (
     THRESHOLD_HIGH,
     THRESHOLD_LOW,
     TRITON_DTYPES,
+    UNCLIPPED,
     WEIGHT_DECAY,
     block_of_messages,
     corrected,
@@ -157,11 +158,13 @@ def _soft_threshold_rate_kernel(
     u_norm = tl.sqrt_rn(sum_range(partials_ptr + 2 * blocks, start, stop, TILE))
     share = tl.where(u_norm > 0, tl.minimum(tl.div_rn(direction_norm, u_norm), 1.0), 1.0)
     factor = tl.where(tl.load(hyper + WEIGHT_DECAY) > 0, factor * share + 1.0 - share, factor)
+    takes_part = tl.load(rates + COUNT) > 0
+    unclipped = tl.where(takes_part, factor, 1.0)
     factor = tl.minimum(tl.maximum(factor, tl.load(hyper + FACTOR_MIN)), tl.load(hyper + FACTOR_MAX))
     last = tl.load(rates + FACTOR)
     low, high = last * tl.load(hyper + THRESHOLD_LOW), last * tl.load(hyper + THRESHOLD_HIGH)
     factor = tl.minimum(tl.maximum(factor, low), high)
-    factor = tl.where(tl.load(rates + COUNT) > 0, factor, 1.0)
+    factor = tl.where(takes_part, factor, 1.0)
     coeff = tl.load(rates + COEFF)
     correct = tl.load(hyper + COEFF_BIAS_CORRECTION) != 0
     coeff = tl.where(correct, tl.div_rn(coeff, tl.load(rates + COEFF_CORRECTION)), coeff)
@@ -169,6 +172,7 @@ def _soft_threshold_rate_kernel(
     tl.store(rates + FACTOR, factor)
     tl.store(rates + COEFF_USED, coeff * factor)
     tl.store(rates + RATE, tl.load(hyper + LR) * (coeff * factor))
+    tl.store(rates + UNCLIPPED, unclipped)
 
 
 @kernel

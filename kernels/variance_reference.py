@@ -116,10 +116,12 @@ def soft_threshold_rate(factor: Tensor, up_squares: Tensor, u_squares: Tensor, h
     one = torch.ones_like(factor)
     share = torch.where(u_norm > 0, (direction_norm / u_norm).minimum(one), one)
     factor = torch.where(hyper[:, Hyper.WEIGHT_DECAY] > 0, factor * share + one - share, factor)
+    takes_part = rates[:, Rate.COUNT] > 0
+    unclipped = torch.where(takes_part, factor, one)
     factor = factor.clamp(hyper[:, Hyper.FACTOR_MIN], hyper[:, Hyper.FACTOR_MAX])
     last = rates[:, Rate.FACTOR]
     factor = factor.clamp(last * hyper[:, Hyper.THRESHOLD_LOW], last * hyper[:, Hyper.THRESHOLD_HIGH])
-    factor = torch.where(rates[:, Rate.COUNT] > 0, factor, one)
+    factor = torch.where(takes_part, factor, one)
     coeff = rates[:, Rate.COEFF]
     coeff = torch.where(hyper[:, Hyper.COEFF_BIAS_CORRECTION] != 0, coeff / rates[:, Rate.COEFF_CORRECTION], coeff)
     new = rates.clone()
@@ -127,6 +129,7 @@ def soft_threshold_rate(factor: Tensor, up_squares: Tensor, u_squares: Tensor, h
     new[:, Rate.FACTOR] = factor
     new[:, Rate.COEFF_USED] = coeff * factor
     new[:, Rate.RATE] = hyper[:, Hyper.LR] * (coeff * factor)
+    new[:, Rate.UNCLIPPED] = unclipped
     return new
 
 

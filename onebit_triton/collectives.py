@@ -6,7 +6,6 @@ Only this module and ddp.py know torch.distributed. gloo and NCCL take the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
+from .clock import Clock
+from .clock import Work as Work
 
-class Work(Protocol):
-    """A started collective."""
 
-    def wait(self) -> object:
-        """Order what follows after it: on the current stream on CUDA, by blocking on a CPU."""
+def ring_bytes(elements: int, ranks: int, element_bytes: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce."""
+    return 2 * elements * element_bytes * (ranks - 1) // ranks
 
 
 class _Done:
@@ -29,22 +29,52 @@ class _Done:
         pass
 
 
+class _Timed:
+    """A started collective whose wait is timed.
+
+    Args:
+        started: what torch.distributed returned.
+        clock: what times the wait.
+    """
+
+    def __init__(self, started: Work, clock: Clock) -> None:
+        self._started, self._clock = started, clock
+
+    def wait(self) -> None:
+        """Order what follows after it: on the current stream on CUDA, by blocking on a CPU."""
+        self._clock.wait(self._started)
+
+
 class Traffic:
-    """Bytes this rank has sent, by stage. A ring is assumed where the library may choose (all-reduce, all-gather)."""
+    """Bytes this rank has sent, by stage. A ring is assumed where the library may choose (all-reduce, all-gather).
+
+    Attributes:
+        sent: bytes sent in each stage.
+        whole: bytes that averaging whole gradients in every step of a stage would have sent.
+        stage: which stage bytes are counted for.
+        last_step, last_whole: the same two of the last step.
+    """
 
     def __init__(self) -> None:
         self.sent = {"warmup": 0, "compression": 0}
+        self.whole = {"warmup": 0, "compression": 0}
         self.stage = "warmup"
-        self.last_step = 0
+        self.last_step = self.last_whole = 0
         self._mark = 0
 
     def add(self, size: int) -> None:
         """Count bytes for the present stage."""
         self.sent[self.stage] += size
 
-    def end_step(self) -> None:
-        """Close the account of one step: what was sent since the last one, backward pass included."""
+    def end_step(self, whole: int) -> None:
+        """Close the account of one step: what was sent since the last one, backward pass included.
+
+        Args:
+            whole: bytes that averaging whole gradients would have sent.
+        """
         self.last_step = sum(self.sent.values()) - self._mark
+        self.last_whole = whole
+        self.whole[self.stage] += whole
         self.start_step()
 
     def start_step(self) -> None:
@@ -64,6 +94,7 @@ class Communicator:
         rank: this process's rank in the group.
         ranks: size of the group.
         traffic: bytes sent so far.
+        clock: what times the waits of a step.
 
     Raises:
         ValueError: if this process is not in the group.
@@ -92,6 +123,7 @@ class Communicator:
             if self.rank < 0:
                 raise ValueError("Invalid process_group. Must contain this rank.")
         self.traffic = Traffic()
+        self.clock = Clock()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Send row r of `sent` to rank r; row r of `received` comes from rank r. Asynchronous."""
@@ -99,7 +131,7 @@ class Communicator:
             received.copy_(sent)
             return _Done()
         self.traffic.add(sent.nbytes // self.ranks * (self.ranks - 1))
-        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return _Timed(dist.all_to_all_single(received, sent, group=self.group, async_op=True), self.clock)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
         """Concatenate every rank's `sent` in rank order. Asynchronous."""
@@ -109,18 +141,18 @@ class Communicator:
         self.traffic.add(sent.nbytes * (self.ranks - 1))
         # torch 2.13 renames the call and deprecates the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(gathered.view(-1), sent.view(-1), group=self.group, async_op=True)
+        return _Timed(gather(gathered.view(-1), sent.view(-1), group=self.group, async_op=True), self.clock)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum over ranks, in place. Asynchronous."""
         if self.ranks == 1:
             return _Done()
         self.count_all_reduce(tensor)
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _Timed(dist.all_reduce(tensor, group=self.group, async_op=True), self.clock)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
         """Count the bytes that a ring all-reduce of a tensor sends."""
-        self.traffic.add(2 * tensor.nbytes * (self.ranks - 1) // self.ranks)
+        self.traffic.add(ring_bytes(tensor.numel(), self.ranks, tensor.element_size()))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the tensor of rank 0 of the group."""

@@ -27,6 +27,7 @@ import math
 import sys
 from dataclasses import dataclass
 
+from .collectives import ring_bytes
 from .kernels.tables import HEADER_BYTES
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -37,11 +38,6 @@ BUCKET_ELEMENTS = 4 * 2**20
 
 BACKWARD_SHARE = 2 / 3
 """Backward computes two gradients for each product of forward."""
-
-
-def ring_bytes(elements: int, ranks: int, element_bytes: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce."""
-    return 2 * elements * element_bytes * (ranks - 1) // ranks
 
 
 def compressed_bytes(elements: int, ranks: int, buckets: int = 1) -> int:

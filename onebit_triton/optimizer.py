@@ -21,7 +21,7 @@ from .ddp import GradientHook, install_hook
 from .hyperparameters import HyperTable
 from .kernels.backends import load_passes
 from .kernels.tables import Decision
-from .metrics import collect_metrics
+from .metrics import VarianceHistory, collect_metrics
 from .monitor import Monitor
 from .options import check_group, check_optimizer, check_parameter, check_steps
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, thaw
@@ -92,6 +92,7 @@ class OneBitLamb(Optimizer):
     _built = False
     _replayed = False
     _consolidated = False
+    _last_stage: str | None = None
     _replica: Replica
     _stage: Warmup | Uncompressed | Compression
 
@@ -240,6 +241,7 @@ class OneBitLamb(Optimizer):
         segments = [group_of[i] for bucket in layout.buckets for i in bucket.parameters]
         self._hyper = HyperTable(self._replica, segments, self._flags["coeff_bias_correction"])
         self._monitor = Monitor(self._replica)
+        self._last_stage = None
         self._enter(Warmup(self._replica))
         self._attached_all = False
         self._built = True
@@ -254,6 +256,8 @@ class OneBitLamb(Optimizer):
 
     def _enter(self, stage: Warmup | Uncompressed | Compression) -> None:
         self._stage, self._consolidated = stage, False
+        if isinstance(stage, Warmup):
+            self._variances = VarianceHistory()
         self._communicator.traffic.stage = stage.name
         self._communicator.traffic.start_step()
         for hook in self._hooks:
@@ -307,11 +311,12 @@ class OneBitLamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        replica = self._replica
+        replica, clock = self._replica, self._communicator.clock
         with replica.current_device():
             capturing = replica.capturing()
             if not capturing:
                 self._monitor.report()
+                clock.start(replica.device.type == "cuda")
             self._hyper.refresh(self.param_groups)
             replica.point_at_tensors()
             replica.unscale_by(self._loss_scale(grad_scaler))
@@ -322,6 +327,7 @@ class OneBitLamb(Optimizer):
             if grad_scaler is not None:
                 tell_skipped(grad_scaler, self, replica.decision)
             if not capturing:
+                clock.stop()
                 self._monitor.observe()
         self._consolidated = False
         replica.release_gradients()
@@ -330,7 +336,8 @@ class OneBitLamb(Optimizer):
             return loss
         for hook in self._hooks:
             hook.reset()
-        self._communicator.traffic.end_step()
+        self._communicator.traffic.end_step(replica.whole_bytes)
+        self._last_stage = self.stage
         self._calls += 1
         if self.stage == "warmup":
             self._count_replays()
@@ -543,17 +550,60 @@ class OneBitLamb(Optimizer):
         """Bytes this rank has sent in each stage, as counted at the collectives. Costs nothing."""
         return dict(self._communicator.traffic.sent)
 
+    @property
+    def rank(self) -> int:
+        """This process's rank in the process group; 0 for a single process."""
+        return self._communicator.rank
+
     @torch.no_grad()
     def metrics(self) -> dict[str, Any]:
-        """What there is to see, as plain numbers and per-tensor lists; the one call that may synchronise.
+        """What there is to see, as plain numbers and per-layer lists; the one call that may synchronise.
 
-        Keys: stage; step (applied) and skipped_steps; steps_to_switch; bytes_sent by stage and bytes_sent_last_step;
-        elements, padded_elements, masked_elements; state_bytes (all tensors held whose size grows with the
-        parameters, wire buffers included); error_ratio (norm of this rank's pending error over that of the sent
-        momentum, 0 in warmup); grad_scale (clipping); and per tensor, in the order of `layers`: trust_ratio (c, or
-        C f), factor (f), scaling (s_j).
+        Not collective. It reads v, v' and the pending error: on a large model call it every few steps. In a
+        step that was skipped the layers' numbers are those of the last one that was not.
+
+        **Where training stands**
+
+        - stage: what the next step will do, "warmup" or "compression"; last_stage: what the last one did, None before
+          the first, and before the first after a state was loaded.
+        - step: steps applied so far; skipped_steps: steps that were not; steps_to_switch: steps until compression, 0
+          in compression.
+        - ranks: processes that train together.
+
+        **What it costs, on this rank**
+
+        - bytes_sent: by stage, since the optimizer was made. bytes_saved: by stage, what averaging whole gradients in
+          the parameters' dtype by ring all-reduce would have sent in the same steps, less bytes_sent; in warmup a
+          little below 0, since agreeing, norms and padding are sent too.
+        - bytes_sent_last_step, bytes_saved_last_step: the same two of the last step, its backward pass included.
+        - exchange_seconds: time of the last step() spent waiting for collectives; pass_seconds: all its other time. On
+          a CPU the host's time, on CUDA the stream's, between events. What DDP exchanges in backward is in neither.
+        - state_bytes: all tensors held whose size grows with the parameters, wire buffers included.
+        - elements: of all parameters; padded_elements: with padding; masked_elements: those that take no part in
+          compression, 0 in warmup.
+
+        **Whether it goes well**
+
+        - error_ratio: norm of this rank's pending error over that of the momentum it sent; 0 in warmup.
+        - grad_scale: factor that max_grad_norm put on the gradients of the last step, 1 if none.
+        - clipped: for each bound the number of layers that it clipped in the last step: max_coeff and min_coeff the
+          trust ratio in warmup, factor_max, factor_min, threshold_high and threshold_low (the last factor times 1 +
+          and 1 - factor_threshold) the factor in compression. A layer counts for the bound that decided.
+
+        **Per layer**: lists in the order of layers, the names of the parameters that are not empty
+
+        - trust_ratio: c, or C f in compression; factor: f; scaling: s_j.
+        - unclipped: c, or f in compression, before its bounds; clipped_by: the bound that decided, as in clipped, or
+          None.
+        - layer_error_ratio: as error_ratio.
+        - variance_stability: near 1 where the variance has settled: |v|_1 over what it was 1 / (1 - betas[1]) steps
+          before, both over 1 - betas[1]^k. 1-bit Adam's rule (Tang et al., arXiv 2102.02888), whose authors freeze v
+          from 0.96 on. In compression the same of v', which begins as v. None where metrics() was not called so long
+          ago since the warmup began.
+        - fresh_variance_ratio: |v'|_1 over |v|_1 in compression, None in warmup. On several ranks it rises far above
+          1, since v' takes in the noise of the signs.
         """
-        found = collect_metrics(self._replica, self._stage)
+        found = collect_metrics(self._replica, self._stage, self._last_stage, self._variances)
         missing = self._warmup_base + self._warmup_steps - found["step"]
         return found | {"steps_to_switch": missing if self.stage == "warmup" else 0}
 

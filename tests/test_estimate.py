@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from onebit_triton import OneBitLamb
 from onebit_triton.buckets import message_bytes, plan_layout
-from onebit_triton.collectives import Communicator, CompressedAllReduce
-from onebit_triton.estimate import BUCKET_ELEMENTS, compressed_bytes, estimate, main, ring_bytes
+from onebit_triton.collectives import Communicator, CompressedAllReduce, ring_bytes
+from onebit_triton.estimate import BUCKET_ELEMENTS, compressed_bytes, estimate, main
 
 positive = st.floats(1e-6, 1e3)
 workloads = st.fixed_dictionaries(

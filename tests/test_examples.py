@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from onebit_triton.buckets import plan_layout
+from onebit_triton.report import read_log
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -42,3 +43,22 @@ def test_train_lm_switches_and_sends_less(tmp_path: Path, mode: list[str]) -> No
     sent = found["optimizer"]["bytes_sent"]
     assert 25 < sent["warmup"] / sent["compression"] < 33
     assert all(torch.tensor(found["history"]["loss"]).isfinite())
+
+
+@pytest.mark.distributed
+def test_freeze_steps_are_tabulated_and_not_trained_twice(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "freeze_step.py"), f"--out={tmp_path}", "--steps=4", "--width=32"]
+    command += ["--freeze-steps", "2", "--beta2", "0.9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    head, _, frozen, never = (tmp_path / "table.md").read_text().splitlines()
+    assert head == "| freeze_step | share | MB sent per rank | loss at beta2 0.9 |"
+    (share, sent, loss), (_, whole, rival) = (row.strip("| ").split(" | ")[1:] for row in (frozen, never))
+    assert share == "50%"
+    assert 0.4 * float(whole) < float(sent) < 0.7 * float(whole)
+    assert 0 < float(loss) < 10
+    assert 0 < float(rival) < 10
+    assert len(read_log(tmp_path / "seed0-beta2-0.9-freeze-2.jsonl")) == 4
+    again = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "held-out" not in again.stdout
+    assert again.stdout == (tmp_path / "table.md").read_text()

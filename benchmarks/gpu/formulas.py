@@ -129,8 +129,10 @@ def lamb_moments(a: Any) -> dict[str, Tensor]:
 def trust_ratio(a: Any) -> dict[str, Tensor]:
     hyper, rates = a.hyper.double(), a.rates.double()
     p_norm, u_norm = a.blocks.sum(a.partials.double()[0]).sqrt(), a.blocks.sum(a.partials.double()[1]).sqrt()
+    still = (p_norm == 0) | (u_norm == 0)
+    rates[:, Rate.UNCLIPPED] = torch.where(still, 1.0, p_norm / u_norm)
     c = (p_norm / u_norm).clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF])
-    c = torch.where((p_norm == 0) | (u_norm == 0), 1.0, c)
+    c = torch.where(still, 1.0, c)
     rates[:, Rate.STEP] += 1
     for column, complement, value in (
         (Rate.COEFF, Hyper.ONE_MINUS_COEFF_BETA, c),
@@ -210,6 +212,7 @@ def soft_threshold_rate(a: Any) -> dict[str, Tensor]:
     f, up, u = a.blocks.max(partials[0]), a.blocks.sum(partials[1]).sqrt(), a.blocks.sum(partials[2]).sqrt()
     r = torch.where(u > 0, (up / u).clamp(max=1.0), 1.0)
     f = torch.where(hyper[:, Hyper.WEIGHT_DECAY] > 0, f * r + 1 - r, f)
+    rates[:, Rate.UNCLIPPED] = torch.where(rates[:, Rate.COUNT] > 0, f, 1.0)
     f = f.clamp(hyper[:, Hyper.FACTOR_MIN], hyper[:, Hyper.FACTOR_MAX])
     last = rates[:, Rate.FACTOR].clone()
     f = f.clamp(last * hyper[:, Hyper.THRESHOLD_LOW], last * hyper[:, Hyper.THRESHOLD_HIGH])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..buckets import Bucket, Layout, gradient_like
-from ..collectives import Communicator
+from ..collectives import Communicator, ring_bytes
 from ..kernels.backends import Passes
 from ..kernels.tables import Clip, Decision, Hyper, Rate, TensorTable
 
@@ -39,6 +39,8 @@ class Replica:
         decision: int32 [len(Decision)]; clip: fp32 [len(Clip)]; local_squares: fp32 [ranks].
         clipping: whether gradients are clipped; bias_correction: whether moments are corrected.
         buckets: the buckets.
+        whole_bytes: bytes a rank would send in a step that averages whole gradients, in the parameters' dtype, by ring
+            all-reduce.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Replica:
         self.clip[[Clip.GRAD_SCALE, Clip.UNSCALE]] = self._sign = -1.0 if maximize else 1.0
         self._scaled = False
         self.clip[Clip.MAX_NORM] = float("inf") if max_grad_norm is None else max_grad_norm
+        self.whole_bytes = sum(ring_bytes(sum(b.sizes), communicator.ranks, b.dtype.itemsize) for b in layout.buckets)
         self.local_squares = torch.zeros(communicator.ranks, dtype=torch.float32, device=device)
         self._own_squares = torch.zeros(1, dtype=torch.float32, device=device)
         self.names: list[list[str]] = []

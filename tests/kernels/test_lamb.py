@@ -105,6 +105,7 @@ def test_ratio_is_one_where_a_norm_is_zero(passes: Passes) -> None:
     bed["partials2"].copy_(torch.tensor([[0.0, 9.0, 0.0, 9.0], [4.0, 0.0, 0.0, 1.0]]))
     ratio(passes, bed)
     assert bed["rates"][:, Rate.COEFF_USED].tolist() == [1.0, 1.0, 1.0, 3.0]
+    assert bed["rates"][:, Rate.UNCLIPPED].tolist() == [1.0, 1.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize(("low", "high", "used"), [(0.0, 10.0, 3.0), (3.5, 10.0, 3.5), (0.0, 2.5, 2.5)])
@@ -117,6 +118,7 @@ def test_ratio_is_clamped(passes: Passes, low: float, high: float, used: float) 
     ratio(passes, bed)
     rates = bed["rates"][0]
     assert rates[Rate.COEFF_USED] == used
+    assert rates[Rate.UNCLIPPED] == 3.0
     assert rates[Rate.RATE] == bed["hyper"][0, Hyper.LR] * used
     beta = bed["hyper"][0, Hyper.COEFF_BETA].item()
     assert rates[Rate.COEFF].item() == pytest.approx(beta * before[0, Rate.COEFF].item() + (1 - beta) * used)

@@ -182,6 +182,7 @@ def test_rate_in_numbers(passes: Passes, correct: bool) -> None:
     expected = torch.arange(1.0, len(Rate) + 1)
     expected[[Rate.STEP, Rate.COEFF, Rate.COEFF_CORRECTION, Rate.FACTOR]] = torch.tensor([2.0, 3.0, 0.25, 2.0])
     expected[[Rate.COUNT, Rate.COEFF_USED, Rate.RATE]] = torch.tensor([64.0, coeff * 2.0, 0.5 * coeff * 2.0])
+    expected[Rate.UNCLIPPED] = 2.0
     assert bed["rates"][0].tolist() == expected.tolist()
 
 
