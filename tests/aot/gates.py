@@ -55,7 +55,7 @@ WRITES = {
 }
 """Pass -> what it writes element by element; the momentum only where there are gradients to move it by."""
 
-REDUCED = PARTIALS | {"clip_local": 1, "decide_exchanged": 4}
+REDUCED = PARTIALS | {"clip_local": 1, "decide_exchanged": 6}
 """Pass -> values that a program reduces over its threads."""
 
 
