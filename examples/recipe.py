@@ -44,9 +44,7 @@ def make_optimizer(args: argparse.Namespace, parameters: Iterable[torch.nn.Param
     for parameter in parameters:
         (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    return OneBitLamb(
-        groups, lr=args.lr, betas=(0.9, args.beta2), freeze_step=args.freeze_step, max_grad_norm=1.0
-    )  # fmt: skip
+    return OneBitLamb(groups, lr=args.lr, betas=(0.9, args.beta2), freeze_step=args.freeze_step, max_grad_norm=1.0)
 
 
 def make_schedule(args: argparse.Namespace, optimizer: torch.optim.Optimizer) -> LambdaLR:

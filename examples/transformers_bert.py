@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 MASK, VOCABULARY, IGNORED = 256, 257, -100
-CONTEXT = 64
+CONTEXT = 16
 
 
 class MaskedBytes(Dataset):
@@ -87,13 +87,15 @@ class AttachOptimizer(TrainerCallback):
 def main() -> None:
     """Train, evaluate, report."""
     parser = make_parser(__doc__)
-    parser.add_argument("--eval-windows", type=int, default=1024, help="held-out windows in all")
+    parser.set_defaults(steps=300, freeze_step=100, lr=0.006, batch_size=32)
+    parser.add_argument("--eval-windows", type=int, default=4096, help="held-out windows in all")
     args = parser.parse_args()
     set_seed(args.seed)
     corpus = load_corpus()
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
-        max_position_embeddings=CONTEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+        max_position_embeddings=CONTEXT, initializer_range=0.08, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = BertForMaskedLM(config)
     # Its loss is a mean, whatever else it is given: the Trainer must divide it by the passes of a step.
@@ -103,7 +105,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
-        per_device_eval_batch_size=64,
+        per_device_eval_batch_size=256,
         gradient_accumulation_steps=args.accumulate,
         max_grad_norm=0.0,  # the optimizer clips; the Trainer's default is 1.0
         ddp_find_unused_parameters=False,
