@@ -13,9 +13,9 @@ from .recipes import EXAMPLES, Launcher
 pytestmark = pytest.mark.distributed
 # All that the recipes import, the slow parts first.
 MODULES = ("transformers.trainer", "transformers.models.bert.modeling_bert", "lightning.pytorch", "onebit_triton")
-STEPS, FREEZE_STEP, ACCUMULATE = 18, 8, 2
+STEPS, FREEZE_STEP, ACCUMULATE = 14, 6, 2
 # The first checkpoint is of the warmup, the second of compression.
-SAVED = 7, 14
+SAVED = 5, 10
 OPTIONS = [f"--steps={STEPS}", f"--freeze-step={FREEZE_STEP}", f"--accumulate={ACCUMULATE}", f"--save-every={SAVED[0]}"]
 
 
@@ -70,6 +70,6 @@ def test_bert(launch: Launcher, tmp_path: Path) -> None:
     options = [*OPTIONS, f"--checkpoints={tmp_path}", "--eval-windows=64"]
     found = launch(EXAMPLES / "transformers_bert.py", *options)
     check_run(found)
-    # A mean over the bytes that are asked for, not a sum over passes or ranks.
-    assert found["losses"][0] == pytest.approx(math.log(257), abs=0.3)
+    # A mean over the bytes that are asked for, not a sum over passes or ranks, which would be 2 or 4 times as much.
+    assert found["losses"][0] == pytest.approx(math.log(257), abs=1.0)
     check_resume(launch, EXAMPLES / "transformers_bert.py", options, found["losses"], tmp_path / "checkpoint-{}")
