@@ -63,6 +63,17 @@ else:
     )
 
 
-def test_kernels_have_one_name() -> None:
+@pytest.mark.parametrize("code", ["from kernels import lamb", "import kernels; kernels.lamb"])
+def test_kernels_have_one_name(code: str) -> None:
     with pytest.raises(AssertionError, match=r"must be imported as `onebit_triton.kernels`"):
-        python("import kernels")
+        python(code)
+
+
+def test_no_module_is_there_twice() -> None:
+    with pytest.raises(AssertionError, match=r"No module named 'kernels\.lamb'"):
+        python("import kernels.lamb")
+
+
+def test_looking_for_another_library_named_kernels_finds_nothing() -> None:
+    """What transformers does, when the repository's root is on sys.path, before it can be used at all."""
+    python("import kernels; assert getattr(kernels, '__version__', None) is None")
