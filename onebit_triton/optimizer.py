@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -126,6 +127,7 @@ class OneBitLamb(Optimizer):
         }  # fmt: skip
         self._communicator = Communicator(process_group)
         self._hooks: list[GradientHook] = []
+        self._models: WeakSet[torch.nn.Module] = WeakSet()
         self._attached: set[Tensor] = set()
         self._attached_all = False
         self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
@@ -429,7 +431,8 @@ class OneBitLamb(Optimizer):
         """Let a DistributedDataParallel model average gradients in warmup and leave them local afterwards.
 
         Args:
-            model: the DDP model; its process group must have the optimizer's ranks. Call once for every DDP model.
+            model: the DDP model; its process group must have the optimizer's ranks. Call it for every DDP model; a second
+                call for the same one changes nothing.
 
         Returns:
             The model.
@@ -438,9 +441,12 @@ class OneBitLamb(Optimizer):
             TypeError: if it is not a DDP model.
             ValueError: if its process group is another one.
         """
+        if model in self._models:
+            return model
         hook = install_hook(model, self._communicator, measuring=self._max_grad_norm is not None)
         hook.averaging = self.stage == "warmup"
         self._hooks.append(hook)
+        self._models.add(model)
         self._attached.update(model.parameters())
         return model
 

@@ -36,7 +36,8 @@ def test_kernels_compile() -> None:
 def lamb_apply(setting: Setting) -> Launch:
     """A launch as `record` makes them, of two constexprs."""
     return Launch(
-        "lamb_apply", setting, {"bias_correction": False}, module="", kernel_name="",
+        "lamb_apply", setting, {"bias_correction": False, "copies": setting.dtype != torch.float32},
+        module="", kernel_name="",
         signature={"BLOCK": "constexpr", "TILE": "constexpr"},
         constants={(0,): setting.block, (1,): setting.block // 8}, attributes={},
         options={"num_warps": setting.block // 1024, "enable_fp_fusion": False},
@@ -70,7 +71,7 @@ def test_a_broken_rule_is_seen(change: dict[str, object], said: str | None) -> N
 @pytest.mark.parametrize(
     ("setting", "loads", "stores"),
     [
-        (Setting(dtype=torch.bfloat16), {128: 16, 64: 8}, {64: 8}),
+        (Setting(dtype=torch.bfloat16), {128: 24}, {128: 8, 64: 8}),
         (Setting(aligned=False), {128: 16}, {32: 64}),
         (Setting(block=4096), {128: 24}, {128: 8}),
     ],
@@ -78,9 +79,10 @@ def test_a_broken_rule_is_seen(change: dict[str, object], said: str | None) -> N
 )
 def test_the_widths_that_are_asked_for(setting: Setting, loads: dict[int, int], stores: dict[int, int]) -> None:
     assert not list(violations(lamb_apply(setting), replace(CLEAN, loads=loads, stores=stores)))
-    for width in loads:
-        fewer = replace(CLEAN, loads=loads | {width: loads[width] - 1}, stores=stores)
-        assert len(list(violations(lamb_apply(setting), fewer))) == 1
+    for kind, asked in (("loads", loads), ("stores", stores)):
+        for width in asked:
+            fewer = replace(CLEAN, **{"loads": loads, "stores": stores} | {kind: asked | {width: asked[width] - 1}})
+            assert len(list(violations(lamb_apply(setting), fewer))) == (width >= 64)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def train(
     if mode != "plain":
         net = DistributedDataParallel(net)
     if mode == "attach":
-        assert optimizer.attach(net) is net
+        assert optimizer.attach(net) is optimizer.attach(net) is net
     data = torch.Generator().manual_seed(5 + rank)
     alike, sent = [], []
     for _ in range(steps):
