@@ -431,8 +431,8 @@ class OneBitLamb(Optimizer):
         """Let a DistributedDataParallel model average gradients in warmup and leave them local afterwards.
 
         Args:
-            model: the DDP model; its process group must have the optimizer's ranks. Call it for every DDP model; a second
-                call for the same one changes nothing.
+            model: the DDP model; its process group must have the optimizer's ranks. Call it once for every DDP model;
+                a second call changes nothing.
 
         Returns:
             The model.
