@@ -31,6 +31,7 @@ class Monitor:
         self._pending = False
         self._skipped = int(self._decision[Decision.SKIPPED])
         self._warned_equal = self._warned_clipped = False
+        self._watching = False
 
     def observe(self) -> None:
         """Start copying the decisions, unless a copy is still under way."""
@@ -55,6 +56,7 @@ class Monitor:
                 f"Rank {self._rank}: a message from rank {seen[Decision.BAD_RANK]} does not belong to this layout. "
                 "Every rank must run the same version over the same parameters; the step was not applied."
             )
+        self._watching = seen[Decision.STREAK] > 0
         if seen[Decision.SKIPPED] > self._skipped:
             self._skipped = seen[Decision.SKIPPED]
             who = f"rank {seen[Decision.BAD_RANK]}" if seen[Decision.BAD_RANK] >= 0 else "a rank"
@@ -82,3 +84,17 @@ class Monitor:
                     "optimizer max_grad_norm, which clips all ranks by one factor.",
                     seen[Decision.ONE_NORM],
                 )
+
+    def streak(self) -> tuple[int, int]:
+        """Skipped steps in a row, the last one included, and the rank that made it skip, -1 if unknown.
+
+        Waits for the device only after a step that is known to have been skipped; all ranks then see the same number
+        after the same step. Elsewhere 0 on a GPU.
+        """
+        if self._event is None:
+            seen = self._copy.tolist()
+        elif self._watching:
+            seen = self._decision.tolist()
+        else:
+            return 0, -1
+        return seen[Decision.STREAK], seen[Decision.BAD_RANK]

@@ -68,6 +68,7 @@ class OneBitLamb(Optimizer):
         factor_threshold: f moves at most by this share a step.
         maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
+        max_skipped_steps: so many skipped steps in a row are an error.
         process_group: the ranks that share these parameters, as a group or a DeviceMesh of one dimension. None means
             the default group when torch.distributed is initialised, else a single process.
         backend: "triton", "torch", "inductor" (torch's passes compiled: the fast one on a CPU), or "auto" (triton on
@@ -115,6 +116,7 @@ class OneBitLamb(Optimizer):
         factor_threshold: float = 0.1,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        max_skipped_steps: int = 100,
         process_group: ProcessGroup | DeviceMesh | None = None,
         backend: str = "auto",
         bucket_elements: int = 4 * 1024 * 1024,
@@ -131,6 +133,7 @@ class OneBitLamb(Optimizer):
         self._attached: set[Tensor] = set()
         self._attached_all = False
         self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
+        self._max_skipped_steps = max_skipped_steps
         self._flags = {
             "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
         }  # fmt: skip
@@ -139,7 +142,9 @@ class OneBitLamb(Optimizer):
         self._warmup_steps = self._check_at = freeze_step
         failure: Exception | None = None
         try:
-            check_optimizer(freeze_step, max_grad_norm, bucket_elements, block_elements, **self._flags)
+            check_optimizer(
+                freeze_step, max_grad_norm, max_skipped_steps, bucket_elements, block_elements, **self._flags
+            )
             super().__init__(params, defaults)
             if not self._parameters():
                 raise ValueError("Invalid params: must contain at least one parameter, got only empty groups.")
@@ -159,6 +164,7 @@ class OneBitLamb(Optimizer):
         ]
         options = {
             **self.defaults, **self._flags, "freeze_step": self._freeze_step, "max_grad_norm": self._max_grad_norm,
+            "max_skipped_steps": self._max_skipped_steps,
             "backend": self._backend, "bucket_elements": self._bucket_elements, "block_elements": self._block_elements,
         }  # fmt: skip
         del options["exp_avg_mask"]
@@ -229,7 +235,9 @@ class OneBitLamb(Optimizer):
                 "the layout (block_elements, bucket_elements, tensor order)": layout.fingerprint,
                 "the parameters' shapes and dtypes": fingerprint(shapes),
                 "freeze_step": self._freeze_step,
-                "the options of the optimizer": fingerprint(self._max_grad_norm, sorted(self._flags.items())),
+                "the options of the optimizer": fingerprint(
+                    self._max_grad_norm, self._max_skipped_steps, sorted(self._flags.items())
+                ),
             }
         )
         previous = self._replica if self._built and not fresh else None
@@ -307,7 +315,8 @@ class OneBitLamb(Optimizer):
             What the closure returned, else None.
 
         Raises:
-            RuntimeError: for a gradient that cannot be used, or if another layout's message arrived.
+            RuntimeError: for a gradient that cannot be used; if another layout's message arrived; or, on all ranks
+                after the same step, if max_skipped_steps were skipped in a row: the step is done, and changed nothing.
         """
         loss = None
         if closure is not None:
@@ -345,7 +354,27 @@ class OneBitLamb(Optimizer):
             self._count_replays()
             if self._calls >= self._check_at:
                 self._end_warmup()
+        self._raise_if_stuck()
         return loss
+
+    def _raise_if_stuck(self) -> None:
+        """Give up after too many skipped steps in a row, saying where the gradients are not finite."""
+        streak, culprit = self._monitor.streak()
+        if streak < self._max_skipped_steps:
+            return
+        bad = [
+            name
+            for parameter, name in zip(self._parameters(), self._names(), strict=True)
+            if parameter.grad is not None and not parameter.grad.square().isfinite().all()
+        ]
+        here = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "none of them"
+        whose = f", the last because of rank {culprit}" if culprit >= 0 else ""
+        raise RuntimeError(
+            f"Rank {self._communicator.rank}: {streak} steps in a row were skipped for gradients that are not finite"
+            f"{whose}. On this rank they are those of: {here}. Parameters and state are as they were before. Lower the "
+            "learning rate or the loss scale, look at the data of these steps, or raise "
+            f"max_skipped_steps={self._max_skipped_steps}."
+        )
 
     def _loss_scale(self, grad_scaler: GradScaler | None) -> Tensor | None:
         """By what the gradients are scaled, if they are; wrapped optimizers find it in an attribute, set for a step."""

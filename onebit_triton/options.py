@@ -12,8 +12,8 @@ from torch import Tensor
 from .buckets import DTYPES, memory_order_is_dense
 
 OPTIMIZER_OPTIONS = (
-    "freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm", "process_group", "backend",
-    "bucket_elements", "block_elements",
+    "freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
+    "max_skipped_steps", "process_group", "backend", "bucket_elements", "block_elements",
 )  # fmt: skip
 """Options of the whole optimizer; every param group may set the others for itself."""
 
@@ -124,7 +124,12 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device) -> None:
 
 
 def check_optimizer(
-    freeze_step: Any, max_grad_norm: Any, bucket_elements: Any, block_elements: Any, **flags: Any
+    freeze_step: Any,
+    max_grad_norm: Any,
+    max_skipped_steps: Any,
+    bucket_elements: Any,
+    block_elements: Any,
+    **flags: Any,
 ) -> None:
     """Check the options of the whole optimizer.
 
@@ -132,6 +137,8 @@ def check_optimizer(
         ValueError: naming the option, its value and the rule.
     """
     check_steps("freeze_step", freeze_step)
+    whole = isinstance(max_skipped_steps, int) and not isinstance(max_skipped_steps, bool)
+    _check("max_skipped_steps", max_skipped_steps, "an integer >= 1", whole and max_skipped_steps >= 1, "")
     if max_grad_norm is not None:
         _check("max_grad_norm", max_grad_norm, "None or a number > 0.0", _number(max_grad_norm) > 0.0, "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0

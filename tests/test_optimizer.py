@@ -211,7 +211,10 @@ def test_half_precision_state_survives_a_load() -> None:
         (lambda s: s["param_groups"].pop(), "must have as many groups and parameters"),
         (lambda s: s["param_groups"][0].pop("onebit_lamb"), "is it a state of OneBitLamb?"),
         (lambda s: s["param_groups"][0]["onebit_lamb"].update(version=99), "version 99; this release reads version 1"),
-        (lambda s: s["param_groups"][0]["onebit_lamb"].update(stage="cooling"), "stage must be warmup or compression"),
+        (
+            lambda s: s["param_groups"][0]["onebit_lamb"].update(stage="cooling"),
+            "stage must be one of warmup, compression, got",
+        ),
         (lambda s: s["param_groups"][0]["onebit_lamb"].pop("calls"), "must have exactly the entries"),
         (lambda s: s.pop("state"), "must have torch's form"),
         (lambda s: s["param_groups"][0].pop("lr"), "must have torch's form"),

@@ -39,6 +39,7 @@ def construct(rank: int, ranks: int, odd: dict[str, Any]) -> str:
         ({"freeze_step": 7}, "freeze_step: rank 1 has 7, rank 0 has 2000"),
         ({"bias_correction": True}, "the options"),
         ({"max_grad_norm": 1.0}, "the options"),
+        ({"max_skipped_steps": 5, "maximize": True}, "the options"),
     ],
 )
 def test_ranks_that_differ_are_named(ranks: RankPool, odd: dict[str, Any], told: str) -> None:

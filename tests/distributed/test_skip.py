@@ -90,3 +90,38 @@ def test_one_process_skips_too(at: int) -> None:
     seen = skip_at(0, 1, "torch", at, float("nan"), 0)
     assert seen["changed"] == []
     assert seen["skipped"] == 1
+
+
+def stuck(rank: int, ranks: int, at: int) -> tuple[list[str], int]:
+    """Errors of the steps from `at` on, in which one rank has NaN in two tensors; and the step of the first."""
+    params = parameters()
+    named = [(f"layer.{i}", p) for i, p in enumerate(params)]
+    optimizer = OneBitLamb(named, lr=0.01, freeze_step=3, max_skipped_steps=3, backend="torch", block_elements=64)
+    told, first = [], 0
+    for step in range(at + 4):
+        grads = gradients(step, rank, params)
+        if step >= at and rank == ranks - 1:
+            grads[3][7] = grads[5][0] = float("nan")
+        set_gradients(params, grads)
+        before = vector(params)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            first = first or step
+            told.append(str(error))
+            np.testing.assert_array_equal(vector(params), before)
+    set_gradients(params, gradients(0, rank, params))
+    optimizer.step()
+    assert not np.array_equal(vector(params), before), "who goes on all the same can"
+    return told, first
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("at", [1, 5], ids=["warmup", "compression"])
+def test_too_many_skips_in_a_row_are_an_error_on_all_ranks(ranks: RankPool, n: int, at: int) -> None:
+    for rank, (told, first) in enumerate(ranks(n, stuck, at)):
+        assert (len(told), first) == (2, at + 2)
+        assert told[0].startswith(f"Rank {rank}: 3 steps in a row were skipped")
+        own_averages = "those of: none of them" if rank < n - 1 else "those of: parameter layer.3, parameter layer.5."
+        assert own_averages in told[0]
+        assert ("because of rank 2" in told[0]) == (n > 1 and at > 2)

@@ -310,7 +310,7 @@ class Bed:
             low[column], high[column] = start, stop
         self["rates"].copy_(low + (high - low) * torch.rand(self["rates"].shape, generator=random))
         self["rates"][:, Rate.STEP] = 5.0
-        self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0, -0.25]))
+        self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0, 1.0]))
         self["decision"].copy_(torch.tensor([0, 7, 2, 0, -1, 0, 3, 1], dtype=torch.int32))
         self["tag"].fill_(0x1234567)
 
