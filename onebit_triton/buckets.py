@@ -165,7 +165,7 @@ class Bucket:
             self._masters = self.views(self.master)
             for view, parameter in zip(self._masters, parameters, strict=True):
                 view.copy_(parameter.detach())
-        self._written = [_contents(p) for p in parameters]
+        self.note_written()
         self.exp_avg: Tensor | None = self.zeros()
         self.exp_avg_sq: Tensor = self.zeros()
         self.exp_avg_sq_fresh: Tensor | None = None
