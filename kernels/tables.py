@@ -83,8 +83,8 @@ class Clip(IntEnum):
 RHO_DECAY = 0.99
 """Decay of the running rho."""
 
-NORM_RTOL = 1e-4
-"""Relative difference of squared norms up to which they count as one: clipping by a rank's own norm is closer."""
+NORM_RTOL = 1e-5
+"""Relative difference of squared norms up to which they count as one: clipping by a rank's own norm comes closer."""
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def clip_by_hand(rank: int, ranks: int) -> list[str]:
     optimizer = OneBitLamb(net.parameters(), lr=0.02, freeze_step=5, backend="torch", block_elements=64)
     ddp = optimizer.attach(DistributedDataParallel(net))
     data = torch.Generator().manual_seed(rank)
-    for step in range(14):
+    for step in range(30):
         optimizer.zero_grad()
         inputs = torch.randn(32, 12, generator=data)
         (ddp(inputs, 0).square().sum() + ddp(inputs, 1).square().sum()).backward()
