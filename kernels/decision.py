@@ -112,7 +112,7 @@ def _decide_exchanged_kernel(
     tl.store(decision_ptr + _EQUAL, (tl.load(decision_ptr + _EQUAL) + 1) * equal)
     norm = tl.sum(tl.where(rank == 0, total, 0.0))
     apart = known & ~(tl.abs(total - norm) <= norm * _NORM_RTOL)
-    one_norm = tl.where(norm > 0, (1 - tl.max(apart.to(tl.int32))) * (1 - equal), 0)
+    one_norm = tl.where(norm > 0, 1 - tl.max(apart.to(tl.int32)), 0)
     tl.store(decision_ptr + _ONE_NORM, (tl.load(decision_ptr + _ONE_NORM) + 1) * one_norm)
     tl.store(decision_ptr + _BAD_TAG, tl.maximum(tl.load(decision_ptr + _BAD_TAG), tl.max(alien_of_rank)))
     _record_decision(decision_ptr, tl.max(bad_of_rank), tl.min(tl.where(bad_of_rank != 0, rank, TILE)))

@@ -57,7 +57,7 @@ def decide_exchanged_reference(received: Tensor, headers: Tensor, tags: Tensor, 
     equal = ((squares == squares[:, :1]) & (squares > 0)).all()
     decision[Decision.EQUAL] = (decision[Decision.EQUAL] + 1) * equal.to(torch.int32)
     total = squares.sum(0)
-    one_norm = ((total - total[0]).abs() <= total[0] * NORM_RTOL).all() & (total[0] > 0) & ~equal
+    one_norm = ((total - total[0]).abs() <= total[0] * NORM_RTOL).all() & (total[0] > 0)
     decision[Decision.ONE_NORM] = (decision[Decision.ONE_NORM] + 1) * one_norm.to(torch.int32)
     decision[Decision.BAD_TAG] = torch.maximum(decision[Decision.BAD_TAG], alien.any().to(torch.int32))
     record_decision(decision, bad_of_rank.any(), bad_of_rank.to(torch.int32).argmax().to(torch.int32))

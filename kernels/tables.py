@@ -67,7 +67,7 @@ class Decision(IntEnum):
     BAD_RANK = 4  # first rank whose message was flagged in the last skipped step, -1 if unknown
     BAD_TAG = 5  # 1: a message of another layout arrived
     EQUAL = 6  # steps in a row in which all ranks had the same sums of squares
-    ONE_NORM = 7  # steps in a row in which the gradients of all ranks had one norm, to NORM_RTOL, and yet differed
+    ONE_NORM = 7  # steps in a row in which the gradients of all ranks had one norm, to NORM_RTOL
 
 
 class Clip(IntEnum):

@@ -11,11 +11,9 @@ from .stages import Replica
 
 logger = logging.getLogger("onebit_triton")
 
-EQUAL_STEPS = 3
-"""Steps in a row with equal gradients on all ranks before the warning."""
-
-ONE_NORM_STEPS = 20
-"""Steps in a row with gradients of one norm on all ranks before the warning: large batches come close by chance."""
+ALIKE_STEPS = 20
+"""Steps in a row with gradients that are equal on all ranks, or of one norm, before the warning. Norms of large batches
+come close by chance, and those that were clipped are equal to the last bit now and then."""
 
 
 class Monitor:
@@ -68,7 +66,7 @@ class Monitor:
                     "non-finite gradients on %s: all ranks skipped the step (%d skipped so far, %d in a row)",
                     who, self._skipped, seen[Decision.STREAK],
                 )  # fmt: skip
-        if seen[Decision.EQUAL] >= EQUAL_STEPS and not self._warned_equal:
+        if seen[Decision.EQUAL] >= ALIKE_STEPS and not self._warned_equal:
             self._warned_equal = True
             if self._rank == 0:
                 logger.warning(
@@ -77,7 +75,7 @@ class Monitor:
                     "`model = optimizer.attach(DistributedDataParallel(model))`.",
                     seen[Decision.EQUAL],
                 )
-        if seen[Decision.ONE_NORM] >= ONE_NORM_STEPS and not self._warned_clipped:
+        if seen[Decision.ONE_NORM] >= ALIKE_STEPS > seen[Decision.EQUAL] and not self._warned_clipped:
             self._warned_clipped = True
             if self._rank == 0:
                 logger.warning(
