@@ -159,7 +159,7 @@ class Communicator:
         if self.group is not None and self.ranks > 1:
             dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
 
-    def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, on the host."""
         backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
         device = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
@@ -173,7 +173,7 @@ class Communicator:
 
         Without this a rank that failed would leave its peers waiting in their next collective.
         """
-        failed = [rank for rank, (flag,) in enumerate(self._gather_numbers([int(error is not None)])) if flag]
+        failed = [rank for rank, (flag,) in enumerate(self.gather_numbers([int(error is not None)])) if flag]
         if error is not None:
             raise error
         if failed:
@@ -188,7 +188,7 @@ class Communicator:
         Raises:
             RuntimeError: on every rank alike, naming the first fact that differs and who has what.
         """
-        rows = self._gather_numbers(list(facts.values()))
+        rows = self.gather_numbers(list(facts.values()))
         for column, name in enumerate(facts):
             for rank, row in enumerate(rows):
                 if row[column] != rows[0][column]:

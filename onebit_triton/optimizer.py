@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from . import checkpoint
+from . import checkpoint, drift
 from .amp import pending_scale, tell_skipped
 from .buckets import fingerprint, plan_layout
 from .collectives import Communicator, DeviceMesh, ProcessGroup, SharedGroup
@@ -69,6 +69,7 @@ class OneBitLamb(Optimizer):
         maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
         max_skipped_steps: so many skipped steps in a row are an error.
+        check_replicas_every: call `check_replicas` in every so many steps. None: never.
         process_group: the ranks that share these parameters, as a group or a DeviceMesh of one dimension. None means
             the default group when torch.distributed is initialised, else a single process.
         backend: "triton", "torch", "inductor" (torch's passes compiled: the fast one on a CPU), or "auto" (triton on
@@ -117,6 +118,7 @@ class OneBitLamb(Optimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         max_skipped_steps: int = 100,
+        check_replicas_every: int | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         backend: str = "auto",
         bucket_elements: int = 4 * 1024 * 1024,
@@ -133,7 +135,7 @@ class OneBitLamb(Optimizer):
         self._attached: set[Tensor] = set()
         self._attached_all = False
         self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
-        self._max_skipped_steps = max_skipped_steps
+        self._max_skipped_steps, self._check_replicas_every = max_skipped_steps, check_replicas_every
         self._flags = {
             "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
         }  # fmt: skip
@@ -143,8 +145,9 @@ class OneBitLamb(Optimizer):
         failure: Exception | None = None
         try:
             check_optimizer(
-                freeze_step, max_grad_norm, max_skipped_steps, bucket_elements, block_elements, **self._flags
-            )
+                freeze_step, max_grad_norm, max_skipped_steps, check_replicas_every, bucket_elements, block_elements,
+                **self._flags,
+            )  # fmt: skip
             super().__init__(params, defaults)
             if not self._parameters():
                 raise ValueError("Invalid params: must contain at least one parameter, got only empty groups.")
@@ -164,7 +167,7 @@ class OneBitLamb(Optimizer):
         ]
         options = {
             **self.defaults, **self._flags, "freeze_step": self._freeze_step, "max_grad_norm": self._max_grad_norm,
-            "max_skipped_steps": self._max_skipped_steps,
+            "max_skipped_steps": self._max_skipped_steps, "check_replicas_every": self._check_replicas_every,
             "backend": self._backend, "bucket_elements": self._bucket_elements, "block_elements": self._block_elements,
         }  # fmt: skip
         del options["exp_avg_mask"]
@@ -236,7 +239,10 @@ class OneBitLamb(Optimizer):
                 "the parameters' shapes and dtypes": fingerprint(shapes),
                 "freeze_step": self._freeze_step,
                 "the options of the optimizer": fingerprint(
-                    self._max_grad_norm, self._max_skipped_steps, sorted(self._flags.items())
+                    self._max_grad_norm,
+                    self._max_skipped_steps,
+                    self._check_replicas_every,
+                    sorted(self._flags.items()),
                 ),
             }
         )
@@ -355,6 +361,8 @@ class OneBitLamb(Optimizer):
             if self._calls >= self._check_at:
                 self._end_warmup()
         self._raise_if_stuck()
+        if self._check_replicas_every is not None and self._calls % self._check_replicas_every == 0:
+            self.check_replicas()
         return loss
 
     def _raise_if_stuck(self) -> None:
@@ -478,6 +486,32 @@ class OneBitLamb(Optimizer):
         self._models.add(model)
         self._attached.update(model.parameters())
         return model
+
+    @torch.no_grad()
+    def check_replicas(self, repair: bool = False) -> None:
+        """Make sure that parameters and state are bit-identical on all ranks (collective; waits for the device).
+
+        It reads everything once and compares hashes. Pending errors, which belong to ranks, are left out.
+
+        Args:
+            repair: give every rank what rank 0 has, and warn, instead of raising.
+
+        Raises:
+            RuntimeError: on every rank, naming the first tensor that differs, a rank, and where.
+        """
+        replica = self._replica
+        with replica.current_device():
+            found = drift.find_difference(replica, self._stage)
+            if found is None:
+                return
+            if not repair:
+                raise RuntimeError(
+                    f"Replicas have drifted apart: {found} Load the last checkpoint, or call "
+                    "check_replicas(repair=True) to go on with what rank 0 has."
+                )
+            drift.repair(replica, self._stage)
+            if replica.communicator.rank == 0:
+                logger.warning("replicas had drifted apart and were repaired from rank 0: %s", found)
 
     # Checkpoints
 

@@ -13,7 +13,7 @@ from .buckets import DTYPES, memory_order_is_dense
 
 OPTIMIZER_OPTIONS = (
     "freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
-    "max_skipped_steps", "process_group", "backend", "bucket_elements", "block_elements",
+    "max_skipped_steps", "check_replicas_every", "process_group", "backend", "bucket_elements", "block_elements",
 )  # fmt: skip
 """Options of the whole optimizer; every param group may set the others for itself."""
 
@@ -23,6 +23,10 @@ def _number(value: Any) -> float:
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" else 0.0
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check(name: str, value: Any, rule: str, holds: bool, where: str) -> None:
@@ -124,21 +128,19 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device) -> None:
 
 
 def check_optimizer(
-    freeze_step: Any,
-    max_grad_norm: Any,
-    max_skipped_steps: Any,
-    bucket_elements: Any,
-    block_elements: Any,
-    **flags: Any,
-) -> None:
+    freeze_step: Any, max_grad_norm: Any, max_skipped_steps: Any, check_replicas_every: Any, bucket_elements: Any,
+    block_elements: Any, **flags: Any,
+) -> None:  # fmt: skip
     """Check the options of the whole optimizer.
 
     Raises:
         ValueError: naming the option, its value and the rule.
     """
     check_steps("freeze_step", freeze_step)
-    whole = isinstance(max_skipped_steps, int) and not isinstance(max_skipped_steps, bool)
-    _check("max_skipped_steps", max_skipped_steps, "an integer >= 1", whole and max_skipped_steps >= 1, "")
+    _check("max_skipped_steps", max_skipped_steps, "an integer >= 1", _is_count(max_skipped_steps), "")
+    if check_replicas_every is not None:
+        holds = _is_count(check_replicas_every)
+        _check("check_replicas_every", check_replicas_every, "None or an integer >= 1", holds, "")
     if max_grad_norm is not None:
         _check("max_grad_norm", max_grad_norm, "None or a number > 0.0", _number(max_grad_norm) > 0.0, "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0
@@ -157,5 +159,4 @@ def check_steps(name: str, steps: Any) -> None:
     Raises:
         ValueError: unless it is an integer of at least 1.
     """
-    whole = isinstance(steps, int) and not isinstance(steps, bool)
-    _check(name, steps, "an integer >= 1 (the number of warmup steps)", whole and steps >= 1, "")
+    _check(name, steps, "an integer >= 1 (the number of warmup steps)", _is_count(steps), "")

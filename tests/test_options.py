@@ -38,6 +38,7 @@ WHOLE = [
     ({"freeze_step": 1.5}, "Invalid freeze_step=1.5. Must be an integer >= 1"),
     ({"max_grad_norm": 0.0}, "Invalid max_grad_norm=0.0. Must be None or a number > 0.0."),
     ({"max_skipped_steps": 0}, "Invalid max_skipped_steps=0. Must be an integer >= 1."),
+    ({"check_replicas_every": 0}, "Invalid check_replicas_every=0. Must be None or an integer >= 1."),
     ({"block_elements": 100}, "Invalid block_elements=100. Must be a power of two from 64 to 4096."),
     ({"block_elements": 8192}, "Invalid block_elements=8192. Must be a power of two from 64 to 4096."),
     ({"block_elements": 32}, "Invalid block_elements=32. Must be a power of two from 64 to 4096."),

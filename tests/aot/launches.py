@@ -132,7 +132,7 @@ def block_sizes() -> list[int]:
 
     def accepted(block: int) -> bool:
         try:
-            check_optimizer(1, None, 1, block, block)
+            check_optimizer(1, None, 1, None, block, block)
         except ValueError:
             return False
         return True
