@@ -33,6 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--beta2", type=float, nargs="+", default=[0.9, 0.99, 0.999], help="decays of the variance")
     parser.add_argument("--width", type=int, default=96, help="of the model")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all processes")
+    parser.add_argument("--eval-sequences", type=int, default=512, help="held-out sequences in all")
     parser.add_argument("--processes", type=int, default=2, help="of each training")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--out", type=Path, default=Path("out/freeze-step"), help="folder for the results")
@@ -53,7 +54,7 @@ def train(beta2: float, freeze_step: int, args: argparse.Namespace) -> dict[str,
         command += ["--device=cpu", f"--label={name}", f"--out={result}", f"--metrics={metrics}"]
         command += [f"--steps={args.steps}", f"--freeze-step={freeze_step}", f"--beta2={beta2}"]
         command += [f"--width={args.width}", f"--batch-size={max(1, args.batch_size // args.processes)}"]
-        command += [f"--seed={args.seed}"]
+        command += [f"--seed={args.seed}", f"--eval-sequences={args.eval_sequences}"]
         subprocess.run(command, env={**ENVIRONMENT, **os.environ}, check=True)
     return json.loads(result.read_text())
 

@@ -48,7 +48,7 @@ def test_train_lm_switches_and_sends_less(tmp_path: Path, mode: list[str]) -> No
 @pytest.mark.distributed
 def test_freeze_steps_are_tabulated_and_not_trained_twice(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "freeze_step.py"), f"--out={tmp_path}", "--steps=4", "--width=32"]
-    command += ["--freeze-steps", "2", "--beta2", "0.9"]
+    command += ["--eval-sequences=8", "--freeze-steps", "2", "--beta2", "0.9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     head, _, frozen, never = (tmp_path / "table.md").read_text().splitlines()
