@@ -373,7 +373,7 @@ class OneBitLamb(Optimizer):
         bad = [
             name
             for parameter, name in zip(self._parameters(), self._names(), strict=True)
-            if parameter.grad is not None and not parameter.grad.square().isfinite().all()
+            if parameter.grad is not None and not parameter.grad.float().square().isfinite().all()
         ]
         here = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "none of them"
         whose = f", the last because of rank {culprit}" if culprit >= 0 else ""
