@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+from launch import run_training
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot
@@ -57,23 +56,9 @@ def train(label: str, freeze_step: int, args: argparse.Namespace) -> dict[str, A
     """
     result = args.out / f"{label.lower().replace(' ', '-')}.json"
     result.unlink(missing_ok=True)  # never report an older run
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.processes}"]
-    # Rendezvous over the loopback: the host's own name does not resolve everywhere.
-    command += ["--standalone", "--local-addr=127.0.0.1", str(Path(__file__).with_name("train_lm.py"))]
-    command += [f"--label={label:10}", f"--out={result}", f"--device={args.device}", f"--seed={args.seed}"]
-    command += [f"--steps={args.steps}", f"--freeze-step={freeze_step}", f"--lr={args.lr}"]
-    command += [f"--batch-size={max(1, args.batch_size // args.processes)}"] + ["--plain"] * args.plain
-    environment = {
-        "OMP_NUM_THREADS": "1",  # several processes share the cores
-        # glibc returns every freed array above 128 KiB to the system and pays for its pages again at the next
-        # operation: half of an optimizer step at this size.
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    }
-    finished = subprocess.run(command, env={**environment, **os.environ}, check=False)
-    if finished.returncode != 0:
-        sys.exit(f"The training with {label} failed (exit status {finished.returncode}); its error is above.")
-    return json.loads(result.read_text())
+    options = [f"--device={args.device}", f"--seed={args.seed}", f"--steps={args.steps}", f"--lr={args.lr}"]
+    options += [f"--freeze-step={freeze_step}", f"--batch-size={max(1, args.batch_size // args.processes)}"]
+    return run_training(args.processes, f"{label:10}", result, options + ["--plain"] * args.plain)
 
 
 def summarise(runs: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

@@ -11,18 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # several processes share the cores
-    # Freed arrays stay with the process: asking the system for their pages anew takes longer than the operations.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}
+from launch import run_training
 
 
 def parse_args() -> argparse.Namespace:
@@ -47,16 +40,13 @@ def train(beta2: float, freeze_step: int, args: argparse.Namespace) -> dict[str,
     """Run one training, or read what it left; a freeze step beyond the last step makes it LAMB."""
     name = f"seed{args.seed}-beta2-{beta2}-freeze-{freeze_step if freeze_step <= args.steps else 'never'}"
     result, metrics = args.out / f"{name}.json", args.out / f"{name}.jsonl"
-    if not result.exists():
-        metrics.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.processes}"]
-        command += ["--standalone", "--local-addr=127.0.0.1", str(Path(__file__).with_name("train_lm.py"))]
-        command += ["--device=cpu", f"--label={name}", f"--out={result}", f"--metrics={metrics}"]
-        command += [f"--steps={args.steps}", f"--freeze-step={freeze_step}", f"--beta2={beta2}"]
-        command += [f"--width={args.width}", f"--batch-size={max(1, args.batch_size // args.processes)}"]
-        command += [f"--seed={args.seed}", f"--eval-sequences={args.eval_sequences}"]
-        subprocess.run(command, env={**ENVIRONMENT, **os.environ}, check=True)
-    return json.loads(result.read_text())
+    if result.exists():
+        return json.loads(result.read_text())
+    metrics.unlink(missing_ok=True)
+    options = ["--device=cpu", f"--metrics={metrics}", f"--steps={args.steps}", f"--freeze-step={freeze_step}"]
+    options += [f"--beta2={beta2}", f"--width={args.width}", f"--seed={args.seed}"]
+    options += [f"--batch-size={max(1, args.batch_size // args.processes)}"]
+    return run_training(args.processes, name, result, [*options, f"--eval-sequences={args.eval_sequences}"])
 
 
 def main() -> None:
