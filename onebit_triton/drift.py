@@ -7,6 +7,7 @@ ranks that run different builds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ def find_difference(replica: Replica, stage: Warmup | Uncompressed | Compression
     Returns:
         None, or on every rank the same sentence that names the first tensor that differs, the ranks, and where.
     """
-    named = list(_replicated(replica, stage))
-    hashes = torch.stack([_hash(tensor) for _, tensor in named]).cpu() if named else torch.zeros(0, dtype=torch.int64)
-    rows = torch.tensor(replica.communicator.gather_numbers(hashes.tolist()), dtype=torch.int64)
+    found = [_hash(tensor) for _, tensor in _replicated(replica, stage)]
+    hashes = torch.stack(found).tolist() if found else []
+    rows = torch.tensor(replica.communicator.gather_numbers(hashes), dtype=torch.int64)
     differ = (rows != rows[:1]).any(0).nonzero()
     if not len(differ):
         return None
     number = int(differ[0])
-    name, mine = named[number]
+    name, mine = next(islice(_replicated(replica, stage), number, None))
     odd = (rows[:, number] != rows[0, number]).nonzero().flatten().tolist()
     others = f"; {len(differ) - 1} more differ" if len(differ) > 1 else ""
     return f"{name} of rank {odd[0]} is not that of rank 0: {_where(replica, mine, odd[0])}{others}."

@@ -347,7 +347,7 @@ class OneBitLamb(Optimizer):
                 clock.stop()
                 self._monitor.observe()
         self._consolidated = False
-        replica.release_gradients()
+        replica.end_step()
         if capturing:
             self._replayed = True
             return loss

@@ -109,8 +109,8 @@ class Replica:
         """Make the parameters' device the current one: that is where Triton launches, and on whose stream."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def release_gradients(self) -> None:
-        """Let go of the gradients, so that zero_grad frees them."""
+    def end_step(self) -> None:
+        """Let go of the gradients, so that zero_grad frees them; what parameters hold now belongs to their masters."""
         for bucket in self.buckets:
             bucket.grads.release()
             bucket.note_written()
