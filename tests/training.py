@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,3 +52,20 @@ def two_groups(params: list[Any], **options: Any) -> OneBitLamb:
         {"params": params[3:], "lr": 0.003, "eps": 1e-6, "min_coeff": 0.2, "coeff_beta": 0.6, "factor_threshold": 0.3},
     ]
     return OneBitLamb(groups, **(defaults | options))
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the library logs on this rank meanwhile, from INFO on."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("onebit_triton")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

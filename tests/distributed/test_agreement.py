@@ -87,16 +87,21 @@ def test_a_group_that_one_rank_refuses_is_refused_by_all(ranks: RankPool) -> Non
     ranks(2, add_bad_group_on_one_rank)
 
 
-def two_worlds(rank: int, ranks: int) -> np.ndarray:
-    """Two groups train at once; then a sub-group trains while the other ranks do something else."""
-    groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
-    group = groups[rank % 2]
+def trained_over(group: Any, rank: int) -> np.ndarray:
+    """Parameters after steps of both stages over a process group."""
     params = parameters()
     optimizer = two_groups(params, backend="torch", process_group=group)
     for step in range(10):
         set_gradients(params, gradients(step, rank, params))
         optimizer.step()
     return vector(params)
+
+
+def two_worlds(rank: int, ranks: int) -> np.ndarray:
+    """Two groups train at once; then a sub-group trains while the other ranks do something else."""
+    groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
+    group = groups[rank % 2]
+    return trained_over(group, rank)
 
 
 def test_disjoint_groups_do_not_meet(ranks: RankPool) -> None:
@@ -111,12 +116,7 @@ def mesh_worlds(rank: int, ranks: int) -> np.ndarray:
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate"))
     with pytest.raises(ValueError, match=r"A mesh must have one dimension: .*mesh\['replicate'\]"):
         OneBitLamb(parameters(), process_group=mesh, backend="torch")
-    params = parameters()
-    optimizer = two_groups(params, backend="torch", process_group=mesh["replicate"], freeze_step=4)
-    for step in range(8):
-        set_gradients(params, gradients(step, rank, params))
-        optimizer.step()
-    return vector(params)
+    return trained_over(mesh["replicate"], rank)
 
 
 def test_a_dimension_of_a_mesh_is_a_group(ranks: RankPool) -> None:

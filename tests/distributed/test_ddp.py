@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit_triton import OneBitLamb
 
 from ..ranks import RankPool
+from ..training import logged
 
 
 def model() -> torch.nn.Sequential:
@@ -26,35 +26,29 @@ def train(
     rank: int, ranks: int, mode: str, steps: int, micro: int = 1, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train with DDP and attach ("attach"), DDP without it ("bare"), or neither ("plain")."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("onebit_triton")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    net: torch.nn.Module = model()
-    optimizer = OneBitLamb(
-        net.parameters(), lr=0.02, freeze_step=4, backend="torch", block_elements=64, **(options or {})
-    )
-    if mode != "plain":
-        net = DistributedDataParallel(net)
-    if mode == "attach":
-        assert optimizer.attach(net) is optimizer.attach(net) is net
-    data = torch.Generator().manual_seed(5 + rank)
-    alike, sent = [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for part in range(micro):
-            inputs, targets = torch.randn(16, 12, generator=data), torch.randint(0, 3, (16,), generator=data)
-            last = part == micro - 1
-            with net.no_sync() if mode != "plain" and not last else torch.enable_grad():
-                torch.nn.functional.cross_entropy(net(inputs), targets).backward()
-        grads = [torch.zeros_like(p.grad) for p in net.parameters() for _ in range(ranks)]
-        torch.distributed.all_gather(grads[:ranks], next(iter(net.parameters())).grad)
-        alike.append(all(torch.equal(grads[0], g) for g in grads[:ranks]))
-        optimizer.step()
-        sent.append(optimizer.metrics()["bytes_sent_last_step"])
-    logger.removeHandler(handler)
+    with logged() as records:
+        net: torch.nn.Module = model()
+        optimizer = OneBitLamb(
+            net.parameters(), lr=0.02, freeze_step=4, backend="torch", block_elements=64, **(options or {})
+        )
+        if mode != "plain":
+            net = DistributedDataParallel(net)
+        if mode == "attach":
+            assert optimizer.attach(net) is optimizer.attach(net) is net
+        data = torch.Generator().manual_seed(5 + rank)
+        alike, sent = [], []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for part in range(micro):
+                inputs, targets = torch.randn(16, 12, generator=data), torch.randint(0, 3, (16,), generator=data)
+                last = part == micro - 1
+                with net.no_sync() if mode != "plain" and not last else torch.enable_grad():
+                    torch.nn.functional.cross_entropy(net(inputs), targets).backward()
+            grads = [torch.zeros_like(p.grad) for p in net.parameters() for _ in range(ranks)]
+            torch.distributed.all_gather(grads[:ranks], next(iter(net.parameters())).grad)
+            alike.append(all(torch.equal(grads[0], g) for g in grads[:ranks]))
+            optimizer.step()
+            sent.append(optimizer.metrics()["bytes_sent_last_step"])
     return {
         "params": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy(),
         "buffers": torch.cat([b.reshape(-1).float() for b in net.buffers()]).numpy(),
@@ -240,23 +234,19 @@ def test_two_models_under_one_optimizer(ranks: RankPool) -> None:
 
 def clip_by_hand(rank: int, ranks: int) -> list[str]:
     """What is logged when every rank clips its own gradients, in both stages."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onebit_triton").addHandler(handler)
-    net = Branches()
-    optimizer = OneBitLamb(net.parameters(), lr=0.02, freeze_step=5, backend="torch", block_elements=64)
-    ddp = optimizer.attach(DistributedDataParallel(net))
-    data = torch.Generator().manual_seed(rank)
-    for step in range(32):
-        optimizer.zero_grad()
-        inputs = torch.randn(32, 12, generator=data)
-        (100 * (ddp(inputs, 0) + ddp(inputs, 1) - inputs[:, :3]).square().sum()).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        if step == 4:
-            assert not records[1:], "in warmup gradients are averaged, and clipping them is what it seems"
-    logging.getLogger("onebit_triton").removeHandler(handler)
+    with logged() as records:
+        net = Branches()
+        optimizer = OneBitLamb(net.parameters(), lr=0.02, freeze_step=5, backend="torch", block_elements=64)
+        ddp = optimizer.attach(DistributedDataParallel(net))
+        data = torch.Generator().manual_seed(rank)
+        for step in range(32):
+            optimizer.zero_grad()
+            inputs = torch.randn(32, 12, generator=data)
+            (100 * (ddp(inputs, 0) + ddp(inputs, 1) - inputs[:, :3]).square().sum()).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if step == 4:
+                assert not records[1:], "in warmup gradients are averaged, and clipping them is what it seems"
     return records
 
 

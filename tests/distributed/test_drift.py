@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from onebit_triton import OneBitLamb
 from onebit_triton.kernels.tables import Rate
 
 from ..ranks import RankPool
-from ..training import gradients, parameters, set_gradients, vector
+from ..training import gradients, logged, parameters, set_gradients, vector
 
 Spoil = Callable[[OneBitLamb, list[Any]], None]
 
@@ -72,9 +71,6 @@ def drift(rank: int, ranks: int, name: str, at: int, dtype: torch.dtype) -> tupl
     params = parameters(dtype)
     named = [(f"layer.{i}", p) for i, p in enumerate(params)]
     optimizer = OneBitLamb(named, lr=0.01, freeze_step=3, check_replicas_every=2, backend="torch", block_elements=64)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
 
     def steps(start: int, stop: int) -> None:
         for step in range(start, stop):
@@ -91,10 +87,9 @@ def drift(rank: int, ranks: int, name: str, at: int, dtype: torch.dtype) -> tupl
         steps(at, at + 2)
     except RuntimeError as error:
         due = str(error)
-    logging.getLogger("onebit_triton").addHandler(handler)
-    if due:
-        optimizer.check_replicas(repair=True)
-    logging.getLogger("onebit_triton").removeHandler(handler)
+    with logged() as records:
+        if due:
+            optimizer.check_replicas(repair=True)
     optimizer.check_replicas()
     steps(at + 2, at + 6)
     return str(told.value), due, records, vector(params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from onebit_triton import OneBitLamb
 
 from ..ranks import RankPool
-from ..training import gradients, parameters, set_gradients, two_groups, vector
+from ..training import gradients, logged, parameters, set_gradients, two_groups, vector
 
 
 def snapshot(optimizer: OneBitLamb, params: list[Any]) -> dict[str, np.ndarray]:
@@ -23,35 +22,33 @@ def snapshot(optimizer: OneBitLamb, params: list[Any]) -> dict[str, np.ndarray]:
     return seen
 
 
+def largest(values: np.ndarray) -> float:
+    return float(np.abs(values).max(initial=0))
+
+
 def skip_at(rank: int, ranks: int, backend: str, at: int, bad: float, culprit: int) -> dict[str, Any]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onebit_triton").addHandler(handler)
-    params = parameters()
-    optimizer = two_groups(params, backend=backend, freeze_step=3)
-    differences, stages = {}, []
-    for step in range(at + 3):
-        grads = gradients(step, rank, params)
-        if step == at and rank == culprit:
-            grads[3][7] = bad
-        set_gradients(params, grads)
-        before = snapshot(optimizer, params)
-        optimizer.step()
-        after = snapshot(optimizer, params)
-        stages.append(optimizer.stage)
-        if step == at:
-            exact = [key for key in before if "error" not in key and not np.array_equal(before[key], after[key])]
-            differences = {
-                "changed": exact,
-                "error": max(
-                    (float(np.abs(after[k] - before[k]).max(initial=0)) for k in before if "error" in k), default=0.0
-                ),
-                "scale": max((float(np.abs(before[k]).max(initial=0)) for k in before if "worker" in k), default=1.0),
-            }
-        elif step == at + 1:
-            assert not np.array_equal(before["params"], after["params"]), "training did not go on"
-    logging.getLogger("onebit_triton").removeHandler(handler)
+    with logged() as records:
+        params = parameters()
+        optimizer = two_groups(params, backend=backend, freeze_step=3)
+        differences, stages = {}, []
+        for step in range(at + 3):
+            grads = gradients(step, rank, params)
+            if step == at and rank == culprit:
+                grads[3][7] = bad
+            set_gradients(params, grads)
+            before = snapshot(optimizer, params)
+            optimizer.step()
+            after = snapshot(optimizer, params)
+            stages.append(optimizer.stage)
+            if step == at:
+                exact = [key for key in before if "error" not in key and not np.array_equal(before[key], after[key])]
+                differences = {
+                    "changed": exact,
+                    "error": max((largest(after[k] - before[k]) for k in before if "error" in k), default=0.0),
+                    "scale": max((largest(before[k]) for k in before if "worker" in k), default=1.0),
+                }
+            elif step == at + 1:
+                assert not np.array_equal(before["params"], after["params"]), "training did not go on"
     metrics = optimizer.metrics()
     return differences | {
         "params": vector(params), "skipped": metrics["skipped_steps"], "step": metrics["step"], "log": records,
