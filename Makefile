@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # Tests at a time; those over several ranks start up to five processes each.
 WORKERS ?= 2
@@ -17,7 +18,7 @@ NETWORK_ARGS ?=
 .PHONY: help demo test lint bench network clean
 
 help:
-	@echo "make demo   run examples/demo.py; results in out/demo/"
+	@echo "make demo   run examples/demo.py; results in out/demo/ (DEMO_ARGS='--steps 100')"
 	@echo "make test   run the tests (PYTEST_ARGS='-k name')"
 	@echo "make lint   ruff, mypy and import-linter"
 	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name'); results in out/"
@@ -25,7 +26,7 @@ help:
 	@echo "make clean  remove what was built; .venv stays"
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

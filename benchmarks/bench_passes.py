@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onebit_triton.kernels.backends import load_passes
 from onebit_triton.kernels.planes_reference import header, planes
+from onebit_triton.kernels.tables import Header
 from onebit_triton.kernels.tables import TensorTable
 
 from .conftest import Record
@@ -54,7 +55,7 @@ def tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from (tensor for tensor in argument.tensors if tensor is not None)
         elif isinstance(argument, Tensor) and argument.dtype == torch.uint8 and argument.dim() == 2:
             yield planes(argument)
-            yield from (header(argument, field) for field in range(4))
+            yield from (header(argument, field) for field in Header if field != Header.CHECK)
         elif isinstance(argument, Tensor) and argument.dtype != torch.uint8:
             yield argument
 

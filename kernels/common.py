@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tables import HEADER_BYTES, Clip, Decision, Hyper, Rate, TensorTable
+from .tables import HEADER_BYTES, Clip, Decision, Header, Hyper, Rate, Stamp, TensorTable
 
 LR = tl.constexpr(int(Hyper.LR))
 BETA1 = tl.constexpr(int(Hyper.BETA1))
@@ -50,8 +50,23 @@ UNCLIPPED = tl.constexpr(int(Rate.UNCLIPPED))
 RATES = tl.constexpr(len(Rate))
 
 SKIP = tl.constexpr(int(Decision.SKIP))
+COUNTED = tl.constexpr(int(Decision.COUNTED))
+SKIPPED = tl.constexpr(int(Decision.SKIPPED))
+BAD_RANK = tl.constexpr(int(Decision.BAD_RANK))
+FAULT = tl.constexpr(int(Decision.FAULT))
+DAMAGED = tl.constexpr(int(Decision.DAMAGED))
 GRAD_SCALE = tl.constexpr(int(Clip.GRAD_SCALE))
 HEADER = tl.constexpr(HEADER_BYTES)
+SCALE_WORD = tl.constexpr(int(Header.SCALE))
+FLAGS_WORD = tl.constexpr(int(Header.FLAGS))
+SQUARES_WORD = tl.constexpr(int(Header.SQUARES))
+TAG_WORD = tl.constexpr(int(Header.TAG))
+STEP_WORD = tl.constexpr(int(Header.STEP))
+SETTINGS_WORD = tl.constexpr(int(Header.SETTINGS))
+SENDER_WORD = tl.constexpr(int(Header.SENDER))
+CHECK_WORD = tl.constexpr(int(Header.CHECK))
+_SENDER = tl.constexpr(int(Stamp.SENDER))
+_SETTINGS = tl.constexpr(int(Stamp.SETTINGS))
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))
 """Bits of fp32 -0.0 as int32: the mark of an element that never takes part."""
@@ -110,9 +125,13 @@ def require_messages(elements: int, device: torch.device, **sets: Tensor) -> Non
         require(name, messages, torch.uint8, messages.shape[0] * HEADER_BYTES + elements // 8, device)
 
 
-def require_scalars(device: torch.device, count: Tensor, tag: Tensor, **scales: Tensor) -> None:
-    """Raise ValueError unless count and scales are fp32 [1] and tag is int32 [1]."""
+def require_seal(
+    device: torch.device, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, **scales: Tensor
+) -> None:
+    """Raise ValueError unless count and scales are fp32 [1], tag is int32 [1], stamp and decision are complete."""
     require("tag", tag, torch.int32, 1, device)
+    require("stamp", stamp, torch.int32, len(Stamp), device)
+    require("decision", decision, torch.int32, len(Decision), device)
     for name, scalar in {"count": count, **scales}.items():
         require(name, scalar, torch.float32, 1, device)
 
@@ -256,3 +275,33 @@ def max_range(values_ptr, start, stop, TILE: tl.constexpr):
     for at in range(start, stop, TILE):
         best = tl.maximum(best, tl.load(values_ptr + at + lane, mask=at + lane < stop, other=0.0))
     return tl.max(best)
+
+
+@triton.jit
+def sum_int32(words_ptr, start, stop, TILE: tl.constexpr):
+    """Sum of int32 words[start:stop] in int64, of which the lower half counts: the interpreter refuses to wrap."""
+    lane = tl.arange(0, TILE)
+    total = tl.zeros([TILE], tl.int32)
+    for at in range(start, stop, TILE):
+        total += tl.load(words_ptr + at + lane, mask=at + lane < stop, other=0)
+    return tl.sum(total.to(tl.int64))
+
+
+@triton.jit
+def seal(message, scale, flags, squares, tag_ptr, stamp_ptr, decision_ptr, words, TILE: tl.constexpr):
+    """Write the header of a message of so many words, whose planes are there."""
+    to = message.to(tl.pointer_type(tl.int32))
+    scale_bits, square_bits = scale.to(tl.int32, bitcast=True), squares.to(tl.int32, bitcast=True)
+    tag, settings, sender = tl.load(tag_ptr), tl.load(stamp_ptr + _SETTINGS), tl.load(stamp_ptr + _SENDER)
+    step = tl.load(decision_ptr + COUNTED) + tl.load(decision_ptr + SKIPPED)
+    planes = sum_int32(to, HEADER // 4, words, TILE)
+    tl.store(to + SCALE_WORD, scale_bits)
+    tl.store(to + FLAGS_WORD, flags)
+    tl.store(to + SQUARES_WORD, square_bits)
+    tl.store(to + TAG_WORD, tag)
+    tl.store(to + STEP_WORD, step)
+    tl.store(to + SETTINGS_WORD, settings)
+    tl.store(to + SENDER_WORD, sender)
+    check = planes + scale_bits.to(tl.int64) + flags.to(tl.int64) + square_bits.to(tl.int64) + tag.to(tl.int64)
+    check += step.to(tl.int64) + settings.to(tl.int64) + sender.to(tl.int64)
+    tl.store(to + CHECK_WORD, (-check).to(tl.int32))

@@ -10,17 +10,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GRAD_SCALE, REDUCE_TILE, kernel, require, sum_range
-from .tables import NORM_RTOL, RHO_DECAY, Clip, Decision
+from .common import (
+    BAD_RANK,
+    COUNTED,
+    DAMAGED,
+    FAULT,
+    FLAGS_WORD,
+    GRAD_SCALE,
+    REDUCE_TILE,
+    SENDER_WORD,
+    SETTINGS_WORD,
+    SKIP,
+    SKIPPED,
+    SQUARES_WORD,
+    STEP_WORD,
+    TAG_WORD,
+    kernel,
+    require,
+    sum_int32,
+    sum_range,
+)
+from .tables import NORM_RTOL, RHO_DECAY, SERVER_RANK_SHIFT, Clip, Decision, Fault, Roll
 
-_SKIP = tl.constexpr(int(Decision.SKIP))
-_COUNTED = tl.constexpr(int(Decision.COUNTED))
-_SKIPPED = tl.constexpr(int(Decision.SKIPPED))
 _STREAK = tl.constexpr(int(Decision.STREAK))
-_BAD_RANK = tl.constexpr(int(Decision.BAD_RANK))
-_BAD_TAG = tl.constexpr(int(Decision.BAD_TAG))
 _EQUAL = tl.constexpr(int(Decision.EQUAL))
 _ONE_NORM = tl.constexpr(int(Decision.ONE_NORM))
+_NONFINITE = tl.constexpr(int(Fault.NONFINITE))
+_FAILED = tl.constexpr(int(Fault.FAILED))
+_DAMAGED = tl.constexpr(int(Fault.DAMAGED))
+_LAYOUT = tl.constexpr(int(Fault.LAYOUT))
+_STEP = tl.constexpr(int(Fault.STEP))
+_SETTINGS = tl.constexpr(int(Fault.SETTINGS))
+_CORRUPT = tl.constexpr(int(Fault.CORRUPT))
+_SHIFT = tl.constexpr(SERVER_RANK_SHIFT)
+_REPORT = tl.constexpr((1 << SERVER_RANK_SHIFT) - 1)
+_ROLLS = tl.constexpr(len(Roll))
+_ROLL_FAILED = tl.constexpr(int(Roll.FAILED))
 _NORM_RTOL = tl.constexpr(NORM_RTOL)
 _RHO = tl.constexpr(int(Clip.RHO))
 _RHO_WEIGHT = tl.constexpr(int(Clip.RHO_WEIGHT))
@@ -34,11 +59,29 @@ _ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 @triton.jit
 def _record_decision(decision_ptr, skip, rank):
     """Write whether this step is skipped (skip, int32 0 or 1) and move the counters."""
-    tl.store(decision_ptr + _SKIP, skip)
-    tl.store(decision_ptr + _COUNTED, tl.load(decision_ptr + _COUNTED) + 1 - skip)
-    tl.store(decision_ptr + _SKIPPED, tl.load(decision_ptr + _SKIPPED) + skip)
+    tl.store(decision_ptr + SKIP, skip)
+    tl.store(decision_ptr + COUNTED, tl.load(decision_ptr + COUNTED) + 1 - skip)
+    tl.store(decision_ptr + SKIPPED, tl.load(decision_ptr + SKIPPED) + skip)
     tl.store(decision_ptr + _STREAK, (tl.load(decision_ptr + _STREAK) + 1) * skip)
-    tl.store(decision_ptr + _BAD_RANK, tl.where(skip != 0, rank, tl.load(decision_ptr + _BAD_RANK)))
+    tl.store(decision_ptr + BAD_RANK, tl.where(skip != 0, rank, tl.load(decision_ptr + BAD_RANK)))
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _first_rank(condition, TILE: tl.constexpr):
+    """First rank where a condition holds, TILE if nowhere."""
+    return tl.min(tl.where(condition, tl.arange(0, TILE), TILE))
+
+
+@triton.jit
+def _worst_rank(faults, TILE: tl.constexpr):
+    """First rank with an error, or else the first that is flagged; TILE if none is."""
+    fatal = _first_rank((faults & ~_NONFINITE) != 0, TILE)
+    return tl.where(fatal < TILE, fatal, _first_rank(faults != 0, TILE))
 
 
 @triton.jit
@@ -59,8 +102,8 @@ def _root_mean(squares_ptr, RANKS: tl.constexpr, TILE: tl.constexpr):
 
 @kernel
 def _decide_averaged_kernel(
-    partials_ptr, local_squares_ptr, decision_ptr, clip_ptr, blocks,
-    TRACK_RHO: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
+    partials_ptr, local_squares_ptr, roll_ptr, decision_ptr, clip_ptr, blocks,
+    TRACK_RHO: tl.constexpr, RANKS: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     squares = sum_range(partials_ptr, 0, blocks, TILE)
     finite = squares < float("inf")
@@ -73,7 +116,17 @@ def _decide_averaged_kernel(
         usable = finite & (rho < float("inf"))
         _move_average(clip_ptr, _RHO, rho, usable)
         _move_average(clip_ptr, _RHO_WEIGHT, tl.full([], 1.0, tl.float32), usable)
-    _record_decision(decision_ptr, tl.where(finite, 0, 1), -1)
+    rank = tl.arange(0, RANK_TILE)
+    known = rank < RANKS
+    row = roll_ptr + rank * _ROLLS
+    faults = tl.where(tl.load(row + _ROLL_FAILED, mask=known, other=0.0) != 0.0, _FAILED, 0)
+    for column in tl.static_range(0, _ROLL_FAILED):
+        unlike = known & (tl.load(row + column, mask=known, other=0.0) != tl.load(roll_ptr + column))
+        faults |= tl.where(unlike, _SETTINGS, 0)
+    bad = _worst_rank(faults, RANK_TILE)
+    fault = tl.reduce(faults, 0, _or) | tl.where(finite, 0, _NONFINITE)
+    tl.store(decision_ptr + FAULT, fault)
+    _record_decision(decision_ptr, tl.where(fault != 0, 1, 0), tl.where(bad < RANK_TILE, bad, -1))
 
 
 @kernel
@@ -86,40 +139,84 @@ def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: t
 
 
 @kernel
+def _sum_words_kernel(messages_ptr, sums_ptr, message_bytes, TILE: tl.constexpr):
+    message = tl.program_id(0).to(tl.int64)
+    words = (messages_ptr + message * message_bytes).to(tl.pointer_type(tl.int32))
+    tl.store(sums_ptr + message, sum_int32(words, 0, message_bytes // 4, TILE).to(tl.int32))
+
+
+@kernel
 def _decide_exchanged_kernel(
-    received_ptr, headers_ptr, tags_ptr, decision_ptr, buckets, RANKS: tl.constexpr, TILE: tl.constexpr
+    received_ptr, headers_ptr, sums_ptr, decision_ptr, buckets, RANKS: tl.constexpr, TILE: tl.constexpr
 ):
     rank = tl.arange(0, TILE)
     known = rank < RANKS
-    bad_of_rank = tl.zeros([TILE], tl.int32)
-    alien_of_rank = tl.zeros([TILE], tl.int32)
+    faults = tl.zeros([TILE], tl.int32)
     unequal = tl.zeros([TILE], tl.int32)
     total = tl.zeros([TILE], tl.float32)
     for bucket in range(buckets):
         words = (received_ptr + tl.load(headers_ptr + bucket * RANKS + rank, mask=known, other=0)).to(
             tl.pointer_type(tl.int32)
         )
-        first = (received_ptr + tl.load(headers_ptr + bucket * RANKS)).to(tl.pointer_type(tl.float32))
-        flagged = tl.load(words + 1, mask=known, other=0) != 0
-        tag = tl.load(tags_ptr + bucket)
-        alien = known & (tl.load(words + 3, mask=known, other=0) != tag)
-        squares = tl.load(words + 2, mask=known, other=0).to(tl.float32, bitcast=True)
-        unequal |= (known & ((squares != tl.load(first + 2)) | (squares <= 0))).to(tl.int32)
+        first = (received_ptr + tl.load(headers_ptr + bucket * RANKS)).to(tl.pointer_type(tl.int32))
+        found = tl.load(words + FLAGS_WORD, mask=known, other=0)
+        tags, steps = tl.load(words + TAG_WORD, mask=known, other=0), tl.load(words + STEP_WORD, mask=known, other=0)
+        settings = tl.load(words + SETTINGS_WORD, mask=known, other=0)
+        found |= tl.where(tags != tl.load(first + TAG_WORD), _LAYOUT, 0)
+        found |= tl.where(steps != tl.load(first + STEP_WORD), _STEP, 0)
+        found |= tl.where(settings != tl.load(first + SETTINGS_WORD), _SETTINGS, 0)
+        alien = tl.load(words + SENDER_WORD, mask=known, other=0) != rank
+        alien |= tl.load(sums_ptr + bucket * RANKS + rank, mask=known, other=0) != 0
+        faults |= tl.where(known, tl.where(alien, _CORRUPT, found), 0)
+        square_bits = tl.load(words + SQUARES_WORD, mask=known, other=0)
+        squares = square_bits.to(tl.float32, bitcast=True)
+        unlike = (squares != tl.load(first + SQUARES_WORD).to(tl.float32, bitcast=True)) | (squares <= 0)
+        unequal |= (known & unlike).to(tl.int32)
         total += squares
-        alien_of_rank |= alien.to(tl.int32)
-        bad_of_rank |= (flagged | alien).to(tl.int32)
     equal = 1 - tl.max(unequal)
     tl.store(decision_ptr + _EQUAL, (tl.load(decision_ptr + _EQUAL) + 1) * equal)
     norm = tl.sum(tl.where(rank == 0, total, 0.0))
     apart = known & ~(tl.abs(total - norm) <= norm * _NORM_RTOL)
     one_norm = tl.where(norm > 0, 1 - tl.max(apart.to(tl.int32)), 0)
     tl.store(decision_ptr + _ONE_NORM, (tl.load(decision_ptr + _ONE_NORM) + 1) * one_norm)
-    tl.store(decision_ptr + _BAD_TAG, tl.maximum(tl.load(decision_ptr + _BAD_TAG), tl.max(alien_of_rank)))
-    _record_decision(decision_ptr, tl.max(bad_of_rank), tl.min(tl.where(bad_of_rank != 0, rank, TILE)))
+    fault = tl.reduce(faults, 0, _or)
+    tl.store(decision_ptr + FAULT, fault)
+    tl.store(decision_ptr + SKIP, tl.where(fault != 0, 1, 0))
+    tl.store(decision_ptr + BAD_RANK, tl.where(fault != 0, _worst_rank(faults, TILE), tl.load(decision_ptr + BAD_RANK)))
 
 
-def decide_averaged(partials: Tensor, local_squares: Tensor, decision: Tensor, clip: Tensor, track_rho: bool) -> None:
-    """Decide a step whose gradients are alike on all ranks: skip it unless their sum of squares is finite.
+@kernel
+def _accept_returned_kernel(
+    messages_ptr, sums_ptr, tag_ptr, decision_ptr, message_bytes, FIRST: tl.constexpr, RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    rank = tl.arange(0, TILE)
+    known = rank < RANKS
+    words = (messages_ptr + rank.to(tl.int64) * message_bytes).to(tl.pointer_type(tl.int32))
+    step = tl.load(decision_ptr + COUNTED) + tl.load(decision_ptr + SKIPPED)
+    if not FIRST:
+        step -= 1
+    broken = tl.load(sums_ptr + rank, mask=known, other=0) != 0
+    broken |= tl.load(words + TAG_WORD, mask=known, other=0) != tl.load(tag_ptr)
+    broken |= tl.load(words + SENDER_WORD, mask=known, other=0) != rank
+    broken |= tl.load(words + STEP_WORD, mask=known, other=0) != step
+    broken &= known
+    damaged = tl.max(broken.to(tl.int32))
+    tl.store(decision_ptr + DAMAGED, tl.where(damaged != 0, _DAMAGED, tl.load(decision_ptr + DAMAGED)))
+    if FIRST:
+        reports = tl.where(broken, 0, tl.load(words + FLAGS_WORD, mask=known, other=0))
+        server = _worst_rank(reports & _REPORT, TILE)
+        report = tl.sum(tl.where(rank == server, reports, 0))
+        tl.store(decision_ptr + FAULT, report & _REPORT)
+        _record_decision(decision_ptr, tl.where(report != 0, 1, damaged), report >> _SHIFT)
+    else:
+        tl.store(decision_ptr + SKIP, tl.load(decision_ptr + SKIP) | damaged)
+
+
+def decide_averaged(
+    partials: Tensor, local_squares: Tensor, roll: Tensor, decision: Tensor, clip: Tensor, track_rho: bool
+) -> None:
+    """Decide a step whose gradients are alike on all ranks: skip it unless they are finite and all ranks agree.
 
     Also sets the factor on gradients, min(1, max_norm / |g|) times what undoes the loss scale, and, if asked, moves the
     running rho = sqrt(mean_i |g_i|^2) / |mean_i g_i|. Norms are those of unscaled gradients.
@@ -127,15 +224,18 @@ def decide_averaged(partials: Tensor, local_squares: Tensor, decision: Tensor, c
     Args:
         partials: fp32 [blocks of all buckets], from `gradient_norms`, of gradients as they are.
         local_squares: fp32 [ranks], each rank's |g_i|^2 before averaging, unscaled; read only if track_rho.
+        roll: fp32 [ranks, len(Roll)], what every rank answered to the roll call.
         decision: int32 [len(Decision)], updated.
         clip: fp32 [len(Clip)], updated.
         track_rho: whether rho moves.
     """
+    ranks = local_squares.numel()
     require("decision", decision, torch.int32, len(Decision), partials.device)
     require("clip", clip, torch.float32, len(Clip), partials.device)
+    require("roll", roll, torch.float32, ranks * len(Roll), partials.device)
     _decide_averaged_kernel[(1,)](
-        partials, local_squares, decision, clip, partials.numel(), track_rho, local_squares.numel(), REDUCE_TILE,
-        num_warps=4, enable_fp_fusion=False,
+        partials, local_squares, roll, decision, clip, partials.numel(), track_rho, ranks,
+        triton.next_power_of_2(ranks), REDUCE_TILE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -152,17 +252,55 @@ def clip_local(local_squares: Tensor, clip: Tensor) -> None:
     _clip_local_kernel[(1,)](local_squares, clip, local_squares.numel(), REDUCE_TILE, **_ONE_WARP)
 
 
-def decide_exchanged(received: Tensor, headers: Tensor, tags: Tensor, decision: Tensor) -> None:
+def sum_words(messages: Tensor, sums: Tensor) -> None:
+    """Sum all words of each message, wrapping: 0 where nothing was changed on the way.
+
+    Args:
+        messages: uint8 [ranks, message bytes], headers included.
+        sums: int32 [ranks], overwritten.
+    """
+    ranks, message_bytes = messages.shape
+    require("sums", sums, torch.int32, ranks, messages.device)
+    _sum_words_kernel[(ranks,)](messages, sums, message_bytes, REDUCE_TILE, num_warps=4, enable_fp_fusion=False)
+
+
+def decide_exchanged(received: Tensor, headers: Tensor, sums: Tensor, decision: Tensor) -> None:
     """Decide a compressed step from the headers of all received messages: one flag on one rank skips it everywhere.
+
+    What ranks must agree on is compared with rank 0's, so that all ranks find the same. Only a corrupted message is
+    seen by its receiver alone: servers report what they found, and `accept_returned` moves the counters.
 
     Args:
         received: uint8, the received messages of all buckets.
         headers: int64 [buckets, ranks], where in `received` each message starts.
-        tags: int32 [buckets], the layout tag that messages must carry.
-        decision: int32 [len(Decision)], updated.
+        sums: int32 [buckets, ranks], from `sum_words`.
+        decision: int32 [len(Decision)]: SKIP, FAULT, BAD_RANK, EQUAL and ONE_NORM are updated.
     """
     require("decision", decision, torch.int32, len(Decision), received.device)
     buckets, ranks = headers.shape
+    require("sums", sums, torch.int32, buckets * ranks, received.device)
     _decide_exchanged_kernel[(1,)](
-        received, headers, tags, decision, buckets, ranks, triton.next_power_of_2(ranks), **_ONE_WARP
+        received, headers, sums, decision, buckets, ranks, triton.next_power_of_2(ranks), **_ONE_WARP
+    )
+
+
+def accept_returned(messages: Tensor, sums: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
+    """Check what servers sent back for one bucket, and with the first bucket settle the step by what they report.
+
+    If a message is not what its server sent, this rank skips this bucket and those after it, and tells the others in
+    its next messages: its parameters are no longer theirs.
+
+    Args:
+        messages: uint8 [ranks, message bytes], message r from server r.
+        sums: int32 [ranks], from `sum_words`.
+        tag: int32 [1], the bucket's layout tag.
+        decision: int32 [len(Decision)], updated.
+        first: whether it is the first bucket of the step.
+    """
+    ranks, message_bytes = messages.shape
+    require("decision", decision, torch.int32, len(Decision), messages.device)
+    require("sums", sums, torch.int32, ranks, messages.device)
+    require("tag", tag, torch.int32, 1, messages.device)
+    _accept_returned_kernel[(1,)](
+        messages, sums, tag, decision, message_bytes, first, ranks, triton.next_power_of_2(ranks), **_ONE_WARP
     )

@@ -410,7 +410,10 @@ class InductorPasses:
         self._piece_elements = PIECE_ELEMENTS[device.type]
         self._plane_dtype = PLANE_DTYPE[device.type]
         self._scratch: dict[str, Tensor] = {}
-        for name in ("seal_worker", "seal_server", "decide_averaged", "clip_local", "decide_exchanged"):
+        for name in (
+            "seal_worker", "seal_server", "decide_averaged", "clip_local", "sum_words", "decide_exchanged",
+            "accept_returned",
+        ):  # fmt: skip
             setattr(self, name, getattr(twins, name))
 
     # Copies between where things are and scratch

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .common import (
     BETA1,
+    DAMAGED,
     GRAD_SCALE,
     HYPERS,
     ONE_MINUS_BETA1,
@@ -35,14 +36,15 @@ from .common import (
     require,
     require_bucket,
     require_messages,
-    require_scalars,
+    require_seal,
+    seal,
     segment_of_block,
     signed,
     sum_range,
 )
-from .tables import FLAG_NONFINITE, BlockMap, TensorTable
+from .tables import BlockMap, Fault, TensorTable
 
-_FLAG_NONFINITE = tl.constexpr(FLAG_NONFINITE)
+_NONFINITE = tl.constexpr(int(Fault.NONFINITE))
 
 
 @kernel
@@ -94,22 +96,21 @@ def _compress_momentum_kernel(
 
 @kernel
 def _seal_worker_kernel(
-    partials_ptr, count_ptr, tag_ptr, messages_ptr, x_scale_ptr, blocks, message_bytes,
-    RANKS: tl.constexpr, TILE: tl.constexpr,
+    partials_ptr, count_ptr, tag_ptr, stamp_ptr, decision_ptr, messages_ptr, x_scale_ptr, blocks, message_bytes,
+    TILE: tl.constexpr,
 ):  # fmt: skip
+    message = tl.program_id(0).to(tl.int64)
     x_squares = sum_range(partials_ptr, 0, blocks, TILE)
     g_squares = sum_range(partials_ptr + blocks, 0, blocks, TILE)
     finite = (x_squares < float("inf")) & (g_squares < float("inf"))
     scale = tl.sqrt_rn(tl.div_rn(x_squares, tl.maximum(tl.load(count_ptr), 1.0)))
-    tl.store(x_scale_ptr, scale)
-    tag = tl.load(tag_ptr)
-    message = messages_ptr
-    for _ in range(RANKS):
-        tl.store(message.to(tl.pointer_type(tl.float32)), scale)
-        tl.store(message.to(tl.pointer_type(tl.int32)) + 1, tl.where(finite, 0, _FLAG_NONFINITE))
-        tl.store(message.to(tl.pointer_type(tl.float32)) + 2, g_squares)
-        tl.store(message.to(tl.pointer_type(tl.int32)) + 3, tag)
-        message += message_bytes
+    if message == 0:
+        tl.store(x_scale_ptr, scale)
+    flags = tl.where(finite, 0, _NONFINITE) | tl.load(decision_ptr + DAMAGED)
+    seal(
+        messages_ptr + message * message_bytes, scale, flags, g_squares, tag_ptr, stamp_ptr, decision_ptr,
+        message_bytes // 4, TILE,
+    )  # fmt: skip
 
 
 @kernel
@@ -193,20 +194,24 @@ def compress_momentum(
     )  # fmt: skip
 
 
-def seal_worker(partials: Tensor, count: Tensor, tag: Tensor, messages: Tensor, x_scale: Tensor) -> None:
-    """Finish a worker's messages: the L2 scale of x over the bucket, the flags, |g|^2 and the tag in every header.
+def seal_worker(
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor
+) -> None:
+    """Finish a worker's messages: the L2 scale of x over the bucket, flags, |g|^2, and who sends what, in every header.
 
     Args:
         partials: fp32 [2, blocks], from `compress_momentum`; summed in a fixed order.
         count: fp32 [1], elements of the bucket that take part.
         tag: int32 [1], the bucket's layout tag.
+        stamp: int32 [len(Stamp)].
+        decision: int32 [len(Decision)], of the last step.
         messages: uint8 [ranks, message bytes], headers overwritten.
         x_scale: fp32 [1], overwritten.
     """
     ranks, message_bytes = messages.shape
-    require_scalars(partials.device, count, tag, x_scale=x_scale)
-    _seal_worker_kernel[(1,)](
-        partials, count, tag, messages, x_scale, partials.numel() // 2, message_bytes, ranks, REDUCE_TILE,
+    require_seal(partials.device, count, tag, stamp, decision, x_scale=x_scale)
+    _seal_worker_kernel[(ranks,)](
+        partials, count, tag, stamp, decision, messages, x_scale, partials.numel() // 2, message_bytes, REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

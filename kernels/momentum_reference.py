@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .gradients_reference import sum_of_squares
 from .planes_reference import (
+    balance,
     block_planes,
     header,
     keep_mask,
@@ -16,7 +17,7 @@ from .planes_reference import (
     planes,
     unpack_planes,
 )
-from .tables import FLAG_NONFINITE, BlockMap, Clip, Decision, Hyper, Rate, TensorTable
+from .tables import BlockMap, Clip, Decision, Fault, Header, Hyper, Rate, Stamp, TensorTable
 
 
 def momentum_of_messages(blocks: BlockMap, messages: Tensor, rates: Tensor) -> Tensor:
@@ -81,15 +82,26 @@ def compress_momentum_reference(
     x.copy_(new.view(-1))
 
 
-def seal_worker_reference(partials: Tensor, count: Tensor, tag: Tensor, messages: Tensor, x_scale: Tensor) -> None:
+def stamp_headers(messages: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor) -> None:
+    """Write who sends which step of which layout with which hyperparameters."""
+    header(messages, Header.TAG).copy_(tag)
+    header(messages, Header.STEP).copy_(decision[Decision.COUNTED] + decision[Decision.SKIPPED])
+    header(messages, Header.SETTINGS).copy_(stamp[Stamp.SETTINGS])
+    header(messages, Header.SENDER).copy_(stamp[Stamp.SENDER])
+
+
+def seal_worker_reference(
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor
+) -> None:
     """Twin of `seal_worker`."""
     x_squares, g_squares = partials[0].sum(), partials[1].sum()
     finite = (x_squares < float("inf")) & (g_squares < float("inf"))
     x_scale.copy_((x_squares / count.clamp(min=1)).sqrt())
-    header(messages, 0).copy_(x_scale)
-    header(messages, 1).copy_(torch.where(finite, 0, FLAG_NONFINITE))
-    header(messages, 2).copy_(g_squares)
-    header(messages, 3).copy_(tag)
+    header(messages, Header.SCALE).copy_(x_scale)
+    header(messages, Header.FLAGS).copy_(torch.where(finite, 0, int(Fault.NONFINITE)) | decision[Decision.DAMAGED])
+    header(messages, Header.SQUARES).copy_(g_squares)
+    stamp_headers(messages, tag, stamp, decision)
+    balance(messages)
 
 
 def undo_momentum_reference(

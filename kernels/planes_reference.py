@@ -1,7 +1,7 @@
 """Sign planes and message headers in plain torch: the wire format that the Triton kernels share.
 
 Inside a block of B elements with Q = B/8, bit k of byte j is the sign of element k Q + j (1 = non-negative).
-A message is a 16-byte header followed by the planes of one chunk.
+A message is a header (`tables.Header`) followed by the planes of one chunk.
 """
 
 from __future__ import annotations
@@ -9,18 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tables import HEADER_BYTES
+from .tables import HEADER_BYTES, Header
 
 
 def header(messages: Tensor, field: int) -> Tensor:
-    """View of one header field of messages [n, bytes]: 0 scale, 2 sum of squares (fp32); 1 flags, 3 tag (int32)."""
-    dtype = torch.float32 if field in (0, 2) else torch.int32
+    """View of one field of the headers of messages [n, bytes], [n] in the field's dtype."""
+    dtype = torch.float32 if field in (Header.SCALE, Header.SQUARES) else torch.int32
     return messages[:, 4 * field : 4 * field + 4].view(dtype).squeeze(1)
 
 
 def planes(messages: Tensor) -> Tensor:
     """View of the sign planes of messages [n, bytes], uint8 [n, chunk/8]."""
     return messages[:, HEADER_BYTES:]
+
+
+def words_sum(messages: Tensor) -> Tensor:
+    """Sum of all words of each message [n, bytes], int32 [n], wrapping."""
+    return messages.view(torch.int32).sum(1, dtype=torch.int32)
+
+
+def balance(messages: Tensor) -> None:
+    """Make the words of each message [n, bytes] add up to 0."""
+    check = header(messages, Header.CHECK)
+    check.zero_()
+    check.copy_(-words_sum(messages))
 
 
 def pack_planes(x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import (
+    BAD_RANK,
+    FAULT,
     HEADER,
     REDUCE_TILE,
     SKIP,
@@ -23,11 +25,14 @@ from .common import (
     load_scale,
     planes_at_once,
     require,
-    require_scalars,
+    require_seal,
+    seal,
     signed,
     sum_range,
 )
-from .tables import HEADER_BYTES
+from .tables import HEADER_BYTES, SERVER_RANK_SHIFT
+
+_SHIFT = tl.constexpr(SERVER_RANK_SHIFT)
 
 
 @kernel
@@ -65,17 +70,19 @@ def _reduce_chunk_kernel(
 
 @kernel
 def _seal_server_kernel(
-    partials_ptr, count_ptr, tag_ptr, decision_ptr, message_ptr, y_scale_ptr, blocks, TILE: tl.constexpr
-):
+    partials_ptr, count_ptr, tag_ptr, stamp_ptr, decision_ptr, message_ptr, y_scale_ptr, blocks, message_bytes,
+    TILE: tl.constexpr,
+):  # fmt: skip
     squares = sum_range(partials_ptr, 0, blocks, TILE)
+    skip = tl.load(decision_ptr + SKIP) != 0
     scale = tl.sqrt_rn(tl.div_rn(squares, tl.maximum(tl.load(count_ptr), 1.0)))
-    scale = tl.where(tl.load(decision_ptr + SKIP) != 0, tl.load(y_scale_ptr), scale)
+    scale = tl.where(skip, tl.load(y_scale_ptr), scale)
     tl.store(y_scale_ptr, scale)
-    words = message_ptr.to(tl.pointer_type(tl.int32))
-    tl.store(message_ptr.to(tl.pointer_type(tl.float32)), scale)
-    tl.store(words + 1, 0)
-    tl.store(words + 2, 0)
-    tl.store(words + 3, tl.load(tag_ptr))
+    report = tl.load(decision_ptr + FAULT) | (tl.load(decision_ptr + BAD_RANK) << _SHIFT)
+    seal(
+        message_ptr, scale, tl.where(skip, report, 0), tl.full([], 0.0, tl.float32), tag_ptr, stamp_ptr, decision_ptr,
+        message_bytes // 4, TILE,
+    )  # fmt: skip
 
 
 def reduce_chunk(
@@ -111,20 +118,23 @@ def reduce_chunk(
 
 
 def seal_server(
-    partials: Tensor, count: Tensor, tag: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
 ) -> None:
-    """Finish the server's message: the L2 scale of y over the chunk (left alone if the step is skipped), and the tag.
+    """Finish the server's message: the L2 scale of y over the chunk, what this rank found in workers' messages.
+
+    If the step is skipped, the scale is left alone.
 
     Args:
         partials: fp32 [chunk blocks], from `reduce_chunk`; summed in a fixed order.
         count: fp32 [1], elements of the chunk that take part.
         tag: int32 [1], the bucket's layout tag.
-        decision: int32 [len(Decision)].
+        stamp: int32 [len(Stamp)].
+        decision: int32 [len(Decision)], from `decide_exchanged`.
         message: uint8 [message bytes], header overwritten.
         y_scale: fp32 [1], overwritten.
     """
-    require_scalars(partials.device, count, tag, y_scale=y_scale)
+    require_seal(partials.device, count, tag, stamp, decision, y_scale=y_scale)
     _seal_server_kernel[(1,)](
-        partials, count, tag, decision, message, y_scale, partials.numel(), REDUCE_TILE,
+        partials, count, tag, stamp, decision, message, y_scale, partials.numel(), message.numel(), REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from .gradients_reference import sum_of_squares
 from .lamb_reference import commit
-from .planes_reference import header, keep_mask, lazy_error, masked_zero, pack_planes, planes, unpack_planes
+from .momentum_reference import stamp_headers
+from .planes_reference import balance, header, keep_mask, lazy_error, masked_zero, pack_planes, planes, unpack_planes
+from .tables import SERVER_RANK_SHIFT, Decision, Header
 
 
 def serve(received: Tensor, scales: Tensor, y: Tensor, y_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,12 +48,14 @@ def reduce_chunk_reference(
 
 
 def seal_server_reference(
-    partials: Tensor, count: Tensor, tag: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
 ) -> None:
     """Twin of `seal_server`."""
     commit(y_scale, (partials.sum() / count.clamp(min=1)).sqrt(), decision)
     sealed = message.unsqueeze(0)
-    header(sealed, 0).copy_(y_scale)
-    header(sealed, 1).zero_()
-    header(sealed, 2).zero_()
-    header(sealed, 3).copy_(tag)
+    report = decision[Decision.FAULT] | decision[Decision.BAD_RANK] << SERVER_RANK_SHIFT
+    header(sealed, Header.SCALE).copy_(y_scale)
+    header(sealed, Header.FLAGS).copy_(torch.where(decision[Decision.SKIP] != 0, report, 0))
+    header(sealed, Header.SQUARES).zero_()
+    stamp_headers(sealed, tag, stamp, decision)
+    balance(sealed)

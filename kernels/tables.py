@@ -8,16 +8,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 import torch
 from torch import Tensor
 
-HEADER_BYTES = 16
-"""A message starts with fp32 scale, uint32 flags, fp32 sum of squares of the gradient, uint32 layout tag."""
 
-FLAG_NONFINITE = 1
-"""Header flag: the sender's gradient, or what it adds up to, is not finite."""
+class Header(IntEnum):
+    """Words of the header that every message starts with: fp32 SCALE and SQUARES, all others int32."""
+
+    SCALE = 0
+    FLAGS = 1  # a worker's: what is wrong, as in Fault; a server's: what it found, and in which rank's messages
+    SQUARES = 2  # sum of squares of the sender's gradient
+    TAG = 3  # of layout and bucket
+    STEP = 4  # steps taken before this one, skipped ones included
+    SETTINGS = 5  # fingerprint of the hyperparameters
+    SENDER = 6
+    CHECK = 7  # minus the sum of all other words of the message: all of them add up to 0
+
+
+HEADER_BYTES = 4 * len(Header)
+
+
+class Fault(IntFlag):
+    """Why a step is skipped. All but NONFINITE are errors on every rank."""
+
+    NONFINITE = 1  # the sender's gradient, or what it adds up to, is not finite
+    FAILED = 2  # the sender could not take the step
+    DAMAGED = 4  # what the sender received in its last step was corrupted, so its parameters are not those of others
+    LAYOUT = 8  # another layout than rank 0's
+    STEP = 16  # another step than rank 0's
+    SETTINGS = 32  # other hyperparameters than rank 0's
+    CORRUPT = 64  # a message that does not add up, or is not from whom it should be
+
+
+SERVER_RANK_SHIFT = 8
+"""A server's FLAGS are Fault | rank << SERVER_RANK_SHIFT."""
+
+
+class Stamp(IntEnum):
+    """What a rank puts into all its messages, int32 [len(Stamp)]."""
+
+    SENDER = 0
+    SETTINGS = 1
+
+
+class Roll(IntEnum):
+    """Columns of the roll call of a warmup step, fp32 [ranks, len(Roll)], summed along with the first gradients.
+
+    Every rank fills its own row and leaves zeros in the others. Integers up to 255 survive any dtype of gradients.
+    """
+
+    SETTINGS0 = 0  # the four bytes of the fingerprint of hyperparameters and steps
+    SETTINGS1 = 1
+    SETTINGS2 = 2
+    SETTINGS3 = 3
+    FAILED = 4  # 1: this rank cannot take the step
 
 
 class Hyper(IntEnum):
@@ -64,10 +110,11 @@ class Decision(IntEnum):
     COUNTED = 1  # steps that were applied
     SKIPPED = 2  # steps that were not
     STREAK = 3  # skipped steps in a row
-    BAD_RANK = 4  # first rank whose message was flagged in the last skipped step, -1 if unknown
-    BAD_TAG = 5  # 1: a message of another layout arrived
+    BAD_RANK = 4  # first rank because of which the last skipped step was skipped, -1 if unknown
+    FAULT = 5  # why this step is skipped, as in Fault; 0 if it is not
     EQUAL = 6  # steps in a row in which all ranks had the same sums of squares
     ONE_NORM = 7  # steps in a row in which the gradients of all ranks had one norm, to NORM_RTOL
+    DAMAGED = 8  # Fault.DAMAGED if what came back from a server was corrupted: only this rank knows, and tells next
 
 
 class Clip(IntEnum):

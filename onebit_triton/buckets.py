@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .kernels.tables import HEADER_BYTES, BlockMap, Rate, TensorTable
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Parameter dtypes that can be optimised."""

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from .kernels.tables import Decision
+from .kernels.tables import Decision, Fault
 from .stages import Replica
 
 logger = logging.getLogger("onebit_triton")
@@ -16,8 +16,13 @@ ALIKE_STEPS = 20
 come close by chance, and those that were clipped are equal to the last bit now and then."""
 
 
+LAG = 2
+"""Steps after which decisions are looked at on CUDA: the device has long made them, and every rank learns of the same
+decision after the same step, so that all raise together. On a CPU they are looked at at once."""
+
+
 class Monitor:
-    """Copies the decision vector to the host behind the step and reports it at a later one.
+    """Copies the decision vector to the host behind each step, and reports it when the copy must have arrived.
 
     Args:
         replica: whose decisions.
@@ -26,42 +31,38 @@ class Monitor:
     def __init__(self, replica: Replica) -> None:
         self._decision = replica.decision
         self._rank = replica.communicator.rank
-        on_cuda = replica.device.type == "cuda"
-        self._copy = torch.zeros(len(Decision), dtype=torch.int32, pin_memory=on_cuda)
-        self._event = torch.cuda.Event() if on_cuda else None
-        self._pending = False
+        self._on_cuda = replica.device.type == "cuda"
+        slots = LAG + 1 if self._on_cuda else 1
+        self._copies = [torch.zeros(len(Decision), dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(slots)]
+        self._events = [torch.cuda.Event() for _ in range(slots)] if self._on_cuda else []
+        self._observed = 0
         self._skipped = int(self._decision[Decision.SKIPPED])
         self._warned_equal = self._warned_clipped = False
-        self._watching = False
 
-    def observe(self) -> None:
-        """Start copying the decisions, unless a copy is still under way."""
-        if not self._pending:
-            self._copy.copy_(self._decision, non_blocking=True)
-            if self._event is not None:
-                self._event.record()
-            self._pending = True
+    def observe(self) -> list[int] | None:
+        """Start copying the decision of the last step.
 
-    def report(self) -> None:
-        """Log what has arrived.
-
-        Raises:
-            RuntimeError: if a message of another layout arrived.
+        Returns:
+            That of `LAG` steps before on CUDA, of this step on a CPU; None if there has been none yet.
         """
-        if not self._pending or (self._event is not None and not self._event.query()):
-            return
-        self._pending = False
-        seen = self._copy.tolist()
-        if seen[Decision.BAD_TAG]:
-            raise RuntimeError(
-                f"Rank {self._rank}: a message from rank {seen[Decision.BAD_RANK]} does not belong to this layout. "
-                "Every rank must run the same version over the same parameters; the step was not applied."
-            )
-        self._watching = seen[Decision.STREAK] > 0
+        slot = self._observed % len(self._copies)
+        self._copies[slot].copy_(self._decision, non_blocking=True)
+        if self._on_cuda:
+            self._events[slot].record()
+        self._observed += 1
+        if self._observed < len(self._copies):
+            return None
+        oldest = self._observed % len(self._copies)
+        if self._on_cuda:
+            self._events[oldest].synchronize()
+        return self._copies[oldest].tolist()
+
+    def log(self, seen: list[int]) -> None:
+        """Log what a decision tells."""
         if seen[Decision.SKIPPED] > self._skipped:
             self._skipped = seen[Decision.SKIPPED]
             who = f"rank {seen[Decision.BAD_RANK]}" if seen[Decision.BAD_RANK] >= 0 else "a rank"
-            if self._rank == 0:
+            if self._rank == 0 and not seen[Decision.FAULT] & ~Fault.NONFINITE:
                 logger.warning(
                     "non-finite gradients on %s: all ranks skipped the step (%d skipped so far, %d in a row)",
                     who, self._skipped, seen[Decision.STREAK],
@@ -86,16 +87,20 @@ class Monitor:
                     seen[Decision.ONE_NORM],
                 )
 
-    def streak(self) -> tuple[int, int]:
-        """Skipped steps in a row, the last one included, and the rank that made it skip, -1 if unknown.
 
-        Waits for the device only after a step that is known to have been skipped; all ranks then see the same number
-        after the same step. Elsewhere 0 on a GPU.
-        """
-        if self._event is None:
-            seen = self._copy.tolist()
-        elif self._watching:
-            seen = self._decision.tolist()
-        else:
-            return 0, -1
-        return seen[Decision.STREAK], seen[Decision.BAD_RANK]
+def fault_message(seen: list[int]) -> str | None:
+    """What is wrong with a step, if it is an error on every rank; not what ranks do not agree on."""
+    rank = seen[Decision.BAD_RANK]
+    told = {
+        Fault.LAYOUT: f"a message from rank {rank} does not belong to rank 0's layout. Every rank must run the same "
+        "version over the same parameters.",
+        Fault.FAILED: f"rank {rank} could not take this step; its own error message says why. Mend that and go on, on "
+        "all ranks.",
+        Fault.DAMAGED: f"rank {rank} received a corrupted message in the last step, so its parameters are no longer "
+        "those of the other ranks. Load the last checkpoint, or call check_replicas(repair=True) on all ranks to go on "
+        "with what rank 0 has.",
+        Fault.CORRUPT: f"a message from rank {rank} was corrupted on its way. Parameters and moments are as they were; "
+        "pending errors are not: load the last checkpoint.",
+    }
+    found = [text for fault, text in told.items() if seen[Decision.FAULT] & fault]
+    return f"No rank has applied this step: {found[0]}" if found else None

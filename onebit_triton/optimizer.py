@@ -19,11 +19,11 @@ from .amp import pending_scale, tell_skipped
 from .buckets import fingerprint, plan_layout
 from .collectives import Communicator, DeviceMesh, ProcessGroup, SharedGroup
 from .ddp import GradientHook, install_hook
-from .hyperparameters import HyperTable
+from .hyperparameters import HyperTable, difference
 from .kernels.backends import load_passes
-from .kernels.tables import Decision
+from .kernels.tables import Decision, Fault
 from .metrics import VarianceHistory, collect_metrics
-from .monitor import Monitor
+from .monitor import Monitor, fault_message
 from .options import check_group, check_optimizer, check_parameter, check_steps
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, thaw
 from .stages.switch import consolidate, mask_variance, stage_two
@@ -329,45 +329,84 @@ class OneBitLamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         replica, clock = self._replica, self._communicator.clock
+        seen: list[int] | None = None
+        failure: Exception | None = None
         with replica.current_device():
             capturing = replica.capturing()
             if not capturing:
-                self._monitor.report()
                 clock.start(replica.device.type == "cuda")
-            self._hyper.refresh(self.param_groups)
-            replica.point_at_tensors()
-            replica.unscale_by(self._loss_scale(grad_scaler))
-            if isinstance(self._stage, Warmup):
-                self._stage.step(self._hook_squares(), self._averaged_by_hooks())
+            try:
+                self._hyper.refresh(self.param_groups)
+                replica.point_at_tensors()
+                replica.unscale_by(self._loss_scale(grad_scaler))
+                squares, roll = self._averaged_by_hooks()
+            except Exception as error:
+                failure = error
+                self._abstain(error)
             else:
-                self._stage.step()
+                if isinstance(self._stage, Warmup):
+                    if roll is None and self._communicator.ranks > 1:
+                        self._hyper.answer(self.param_groups, self._calls)
+                    self._stage.step(squares, roll)
+                else:
+                    self._stage.step()
             if grad_scaler is not None:
                 tell_skipped(grad_scaler, self, replica.decision)
             if not capturing:
                 clock.stop()
-                self._monitor.observe()
+                seen = self._monitor.observe()
         self._consolidated = False
         replica.end_step()
         if capturing:
             self._replayed = True
             return loss
-        for hook in self._hooks:
-            hook.reset()
         self._communicator.traffic.end_step(replica.whole_bytes)
         self._last_stage = self.stage
         self._calls += 1
+        try:
+            if failure is not None:
+                raise failure
+            if seen is not None:
+                self._monitor.log(seen)
+                self._raise_at_fault(seen)
+                self._raise_if_stuck(seen)
+        finally:
+            for hook in self._hooks:
+                hook.reset()
         if self.stage == "warmup":
             self._count_replays()
             if self._calls >= self._check_at:
                 self._end_warmup()
-        self._raise_if_stuck()
         if self._check_replicas_every is not None and self._calls % self._check_replicas_every == 0:
             self.check_replicas()
         return loss
 
-    def _raise_if_stuck(self) -> None:
+    def _abstain(self, error: Exception) -> None:
+        """Let the other ranks skip a step that this rank cannot take; raise at once where they do not wait for it."""
+        stage, alone = self._stage, self._communicator.ranks == 1 or self._replica.capturing()
+        if alone or isinstance(stage, Uncompressed) or (isinstance(stage, Warmup) and self._hooks):
+            raise error
+        stage.abstain()
+
+    def _raise_at_fault(self, seen: list[int]) -> None:
+        """Raise if ranks had to skip a step for another reason than gradients: on all of them, after the same step."""
+        if not seen[Decision.FAULT] & ~Fault.NONFINITE:
+            return
+        message = fault_message(seen)
+        if message is None:
+            differs = difference(self._communicator, self.param_groups, self._calls)
+            told = differs or f"rank {seen[Decision.BAD_RANK]} had others in this step than rank 0 had"
+            message = (
+                f"No rank has applied this step: ranks do not agree on hyperparameters or steps: {told}. Every rank "
+                "must set the same ones, and call step() equally often."
+            )
+        raise RuntimeError(f"Rank {self._communicator.rank}: {message}")
+
+    def _raise_if_stuck(self, seen: list[int]) -> None:
         """Give up after too many skipped steps in a row, saying where the gradients are not finite."""
-        streak, culprit = self._monitor.streak()
+        streak = seen[Decision.STREAK]
+        for hook in self._hooks:  # whose gradients they are cannot be seen once DDP has averaged them
+            hook.measuring = self._max_grad_norm is not None or streak > 0
         if streak < self._max_skipped_steps:
             return
         bad = [
@@ -375,8 +414,11 @@ class OneBitLamb(Optimizer):
             for parameter, name in zip(self._parameters(), self._names(), strict=True)
             if parameter.grad is not None and not parameter.grad.float().square().isfinite().all()
         ]
+        squares, averaged = self._averaged_by_hooks()
+        mine = bool(bad) if averaged is None else squares is not None and not squares.isfinite()
+        culprits = [rank for rank, (flag,) in enumerate(self._communicator.gather_numbers([int(mine)])) if flag]
         here = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "") if bad else "none of them"
-        whose = f", the last because of rank {culprit}" if culprit >= 0 else ""
+        whose = f", the last because of rank {', '.join(map(str, culprits))}" if culprits else ""
         raise RuntimeError(
             f"Rank {self._communicator.rank}: {streak} steps in a row were skipped for gradients that are not finite"
             f"{whose}. On this rank they are those of: {here}. Parameters and state are as they were before. Lower the "
@@ -394,24 +436,26 @@ class OneBitLamb(Optimizer):
             decision = self._replica.decision.tolist()
             self._calls = decision[Decision.COUNTED] + decision[Decision.SKIPPED]
 
-    def _averaged_by_hooks(self) -> bool:
-        """Whether DDP has averaged every gradient of this step; averaging them once more would change nothing."""
-        if not self._hooks or not all(hook.averaged for hook in self._hooks):
-            return False
-        if self._attached_all:
-            return True
-        for parameter, name in zip(self._parameters(), self._names(), strict=True):
-            if parameter.requires_grad and parameter not in self._attached:
-                raise RuntimeError(
-                    f"{name} belongs to no attached model, so nothing averages its gradient: attach every DDP model "
-                    "whose parameters this optimizer has, or none."
-                )
-        self._attached_all = True
-        return True
+    def _averaged_by_hooks(self) -> tuple[Tensor | None, Tensor | None]:
+        """What DDP's hooks have seen of this step.
 
-    def _hook_squares(self) -> Tensor | None:
-        squares = [hook.squares for hook in self._hooks if hook.squares is not None]
-        return torch.stack(squares).sum() if squares else None
+        Returns:
+            Sum of squares of the gradients before they were averaged, if measured; and the roll call, None unless DDP
+            has averaged every gradient of this step: averaging them once more would change nothing.
+        """
+        measured = [hook.squares for hook in self._hooks if hook.squares is not None]
+        squares = torch.stack(measured).sum() if measured else None
+        if not self._hooks or not all(hook.averaged for hook in self._hooks):
+            return squares, None
+        if not self._attached_all:
+            for parameter, name in zip(self._parameters(), self._names(), strict=True):
+                if parameter.requires_grad and parameter not in self._attached:
+                    raise RuntimeError(
+                        f"{name} belongs to no attached model, so nothing averages its gradient: attach every DDP "
+                        "model whose parameters this optimizer has, or none."
+                    )
+            self._attached_all = True
+        return squares, self._hooks[0].roll
 
     def _masks(self) -> dict[Tensor, Tensor]:
         """Parameter -> the user's mask, where there is one."""
@@ -480,7 +524,10 @@ class OneBitLamb(Optimizer):
         """
         if model in self._models:
             return model
-        hook = install_hook(model, self._communicator, measuring=self._max_grad_norm is not None)
+        hook = install_hook(
+            model, self._communicator, measuring=self._max_grad_norm is not None,
+            answer=lambda: self._hyper.answer(self.param_groups, self._calls),
+        )  # fmt: skip
         hook.averaging = self.stage == "warmup"
         self._hooks.append(hook)
         self._models.add(model)
@@ -502,6 +549,8 @@ class OneBitLamb(Optimizer):
         replica = self._replica
         with replica.current_device():
             found = drift.find_difference(replica, self._stage)
+            if found is None or repair:
+                replica.decision[Decision.DAMAGED] = 0
             if found is None:
                 return
             if not repair:

@@ -17,13 +17,16 @@ TIMEOUT = 200.0
 """Seconds that one run may take before its processes are killed."""
 
 
-def _run(rank: int, ranks: int, port: int, script: Path, arguments: list[str], output: Path) -> None:
+def _run(
+    rank: int, ranks: int, port: int, script: Path, arguments: list[str], output: Path, folder: Path
+) -> None:  # fmt: skip
     """Become what torchrun would have started."""
     import torch
 
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.chdir(folder)
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
     # What torchrun sets too. It also keeps Accelerate from choosing another number of threads.
@@ -48,8 +51,8 @@ class Launcher:
         self._context.set_forkserver_preload(list(modules))
         self._folder = folder
 
-    def __call__(self, script: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
-        """Run a script that takes `--out FILE`; what it wrote there.
+    def __call__(self, script: Path, *arguments: str, ranks: int = 2, folder: Path | None = None) -> dict[str, Any]:
+        """Run a script that takes `--out FILE`, in a folder; what it wrote there.
 
         Raises:
             AssertionError: if a rank fails, with the end of its output.
@@ -62,7 +65,9 @@ class Launcher:
         outputs = [self._folder / f"{script.stem}.rank{rank}.txt" for rank in range(ranks)]
         processes = [
             self._context.Process(
-                target=_run, args=(rank, ranks, port, script, [*arguments, f"--out={result}"], output), daemon=True
+                target=_run,
+                args=(rank, ranks, port, script, [*arguments, f"--out={result}"], output, folder or self._folder),
+                daemon=True,
             )
             for rank, output in enumerate(outputs)
         ]

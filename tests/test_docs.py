@@ -1,15 +1,13 @@
-"""What the pages show works: their Python runs, and their commands name what exists."""
+"""The commands that the pages name exist, and take the options that they are given."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import io
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,83 +17,9 @@ from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-RUNNABLE = [ROOT / "README.md", *DOCS]
-PAGES = [*RUNNABLE, *(ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "kernels/README.md"))]
+from .pages import PAGES, ROOT, commands, page_id, words
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-PROGRAMS = ("make", "pip", "pytest", "python", "python3", "torchrun")
 OURS = ("onebit_triton", "benchmarks", "tests")
-RUNNER = """
-import sys, torch
-page, namespace = sys.argv[1], {"__name__": "__main__"}
-for at in range(2, len(sys.argv), 2):
-    line, code = int(sys.argv[at]), sys.argv[at + 1]
-    exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
-assert not torch.distributed.is_initialized()
-"""
-
-
-def page_id(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
-    """(line of its first line, code) of each fenced block of a language."""
-    for found in FENCE.finditer(text):
-        if found[1] == language:
-            yield text.count("\n", 0, found.start(2)) + 1, found[2]
-
-
-def run_page(text: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run all Python of a page in one process and one namespace."""
-    arguments = [str(one) for block in blocks(text, "python") for one in block]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, "-c", RUNNER, name, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=200,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("page", RUNNABLE, ids=page_id)
-def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    text = page.read_text()
-    if not list(blocks(text, "python")):
-        return
-    done = run_page(text, page_id(page), tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_python_that_fails_is_found(tmp_path: Path) -> None:
-    text = "# A page\n\n```python\nx = 1\n```\n\nand\n\n```python\ny = x\nz = nowhere\n```\n"
-    done = run_page(text, "page.md", tmp_path)
-    assert done.returncode != 0
-    assert 'File "page.md", line 11' in done.stderr
-    assert "name 'nowhere' is not defined" in done.stderr
-
-
-def commands(text: str) -> Iterator[str]:
-    """Commands of a page: lines of blocks without a language or of a console, and code in the text."""
-    for language in ("", "console"):
-        for _, block in blocks(text, language):
-            for line in block.replace("\\\n", " ").splitlines():
-                yield line.removeprefix("$ ")
-    yield from (" ".join(found[1].split()) for found in INLINE.finditer(FENCE.sub("", text)))
-
-
-def words(command: str) -> list[str]:
-    """Words of a command that this test knows, without comment, variables and folders in front; else none."""
-    try:
-        split = shlex.split(command, comments=True)
-    except ValueError:
-        return []
-    while split and re.fullmatch(r"\w+=.*", split[0]):
-        split = split[1:]
-    split[:1] = [Path(word).name for word in split[:1]]
-    return split if split and split[0] in PROGRAMS else []
 
 
 def problems(command: str) -> Iterator[str]:

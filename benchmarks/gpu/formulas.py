@@ -239,4 +239,4 @@ FORMULAS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
         compressed_apply,
     )
 }  # fmt: skip
-"""Pass -> its formula. `decide_exchanged` has none: it looks at flags and tags, and rounds nothing."""
+"""Pass -> its formula. Those that look at words of messages have none: they round nothing."""

@@ -13,17 +13,34 @@ from torch import Tensor
 from onebit_triton import OneBitLamb, optimizer
 from onebit_triton.collectives import Communicator, Work
 from onebit_triton.kernels.backends import PASSES, Passes, load_passes
+from onebit_triton.kernels.tables import Header
 
 
-class _Done:
+class _Then:
+    """A collective that has been started, or is done, and what is to be done about the messages that have arrived."""
+
+    def __init__(self, work: Work | None, messages: Tensor) -> None:
+        self._work, self._messages = work, messages
+
     def wait(self) -> None:
-        pass
+        if self._work is not None:
+            self._work.wait()
+        if self._messages.dtype == torch.uint8:
+            _pass_for_others(self._messages)
+
+
+def _pass_for_others(messages: Tensor) -> None:
+    """Give message r the sender r; its words still add up to 0."""
+    words = messages.view(torch.int32)
+    missing = torch.arange(len(words), dtype=torch.int32, device=words.device) - words[:, Header.SENDER]
+    words[:, Header.SENDER] += missing
+    words[:, Header.CHECK] -= missing
 
 
 class Loopback(Communicator):
     """Rank 0 of n, without the others.
 
-    Message r arrives from rank r as this rank sent it to rank r, so that messages differ; what the other ranks would
+    Message r arrives from rank r as this rank sent it to rank r, so that messages differ, under rank r's name; what the other ranks would
     gather stays as it was, which is this rank's own message to them; a sum is n times the summand.
     """
 
@@ -34,17 +51,17 @@ class Loopback(Communicator):
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Copy all messages."""
         received.copy_(sent)
-        return _Done()
+        return _Then(None, received)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
         """Copy this rank's message to its place."""
         gathered.view(self.ranks, -1)[0].copy_(sent.view(-1))
-        return _Done()
+        return _Then(None, gathered)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Multiply by the number of ranks."""
         tensor.mul_(self.ranks)
-        return _Done()
+        return _Then(None, tensor)
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
         """Raise this rank's error."""
@@ -60,11 +77,11 @@ class GroupOfOne(Loopback):
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Send all messages to this rank."""
-        return Communicator.all_to_all(self, received, sent)
+        return _Then(Communicator.all_to_all(self, received, sent), received)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
         """Gather this rank's message."""
-        return Communicator.all_gather(self, gathered.view(self.ranks, -1)[0], sent)
+        return _Then(Communicator.all_gather(self, gathered.view(self.ranks, -1)[0], sent), gathered)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum what one rank has, times the number of ranks."""
@@ -102,4 +119,7 @@ def one_rank_of(
             stack.enter_context(patch.object(optimizer, "Communicator", lambda group: communicator(ranks)))
         if passes is not None:
             stack.enter_context(patch.object(optimizer, "load_passes", lambda backend, device: passes))
-        return OneBitLamb(params, **options)
+        built = OneBitLamb(params, **options)
+        # Nobody else answers the roll call: so does this rank, and all rows are alike.
+        built._hyper.answer = lambda *_: built._replica.answer.view(-1)  # type: ignore[method-assign]
+        return built

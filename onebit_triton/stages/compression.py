@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..buckets import message_bytes
-from ..collectives import CompressedAllReduce
-from ..kernels.tables import Decision
+from ..collectives import CompressedAllReduce, Work
+from ..kernels.momentum_reference import stamp_headers
+from ..kernels.planes_reference import balance, header
+from ..kernels.tables import Decision, Fault, Header
 from .replica import Replica, phase
 
 
@@ -14,7 +17,8 @@ class Compression:
     """One compressed step: pack and send every bucket, decide, then server, variance, rate and update per bucket.
 
     Before the decision only x has changed, which belongs to this rank alone; if the step is skipped, the passes that
-    follow do nothing and x is taken back.
+    follow do nothing and x is taken back. What a rank found in the messages of workers goes to all ranks in the headers
+    of its own as a server, and the first bucket's headers settle the step: nothing that ranks share has changed yet.
     """
 
     name = "compression"
@@ -46,14 +50,14 @@ class Compression:
                     bucket.hyper, bucket.rates, clip, exchange.messages[i], partials,
                 )  # fmt: skip
                 passes.seal_worker(
-                    partials, bucket.count, exchange.tags[i : i + 1], exchange.messages[i], bucket.x_scale
-                )
+                    partials, bucket.count, exchange.tags[i : i + 1], replica.stamp, decision, exchange.messages[i],
+                    bucket.x_scale,
+                )  # fmt: skip
                 sent.append(exchange.send_to_servers(i))
         with phase("wait for workers"):
-            for work in sent:
-                work.wait()
+            self._wait_for_workers(sent)
         with phase("decide"):
-            passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.tags, decision)
+            passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.sums, decision)
         returned = []
         with phase("serve"):
             for i, bucket in enumerate(replica.buckets):
@@ -63,13 +67,13 @@ class Compression:
                     replica.layout.block_elements,
                 )  # fmt: skip
                 passes.seal_server(
-                    partials, bucket.chunk_count, exchange.tags[i : i + 1], decision, exchange.server[i],
-                    bucket.y_scale,
+                    partials, bucket.chunk_count, exchange.tags[i : i + 1], replica.stamp, decision,
+                    exchange.server[i], bucket.y_scale,
                 )  # fmt: skip
                 returned.append(exchange.send_to_workers(i))
         with phase("update"):
             for i, (bucket, work) in enumerate(zip(replica.buckets, returned, strict=True)):
-                work.wait()
+                self._wait_for_servers(i, work)
                 passes.compressed_update(
                     bucket.params, bucket.copies, None, bucket.map, exchange.momentum[i], exchange.messages[i],
                     bucket.exp_avg, bucket.exp_avg_sq, bucket.exp_avg_sq_fresh, bucket.hyper, bucket.rates, clip,
@@ -80,6 +84,46 @@ class Compression:
                     bucket.hyper, bucket.rates, clip, decision,
                 )  # fmt: skip
         self._drop_dense_momentum()
+
+    def abstain(self) -> None:
+        """Take part in the exchanges of a step that this rank cannot take, so that all ranks skip it."""
+        replica, exchange, passes = self._replica, self.exchange, self._replica.passes
+        if replica.clipping:
+            replica.share_local_squares(torch.zeros_like(replica.clip[:1]))
+        sent = []
+        for i in range(len(replica.buckets)):
+            exchange.messages[i].zero_()
+            header(exchange.messages[i], Header.FLAGS).fill_(int(Fault.FAILED))
+            stamp_headers(exchange.messages[i], exchange.tags[i : i + 1], replica.stamp, replica.decision)
+            balance(exchange.messages[i])
+            sent.append(exchange.send_to_servers(i))
+        self._wait_for_workers(sent)
+        passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.sums, replica.decision)
+        returned = []
+        for i, bucket in enumerate(replica.buckets):
+            passes.seal_server(
+                torch.zeros_like(bucket.count), bucket.chunk_count, exchange.tags[i : i + 1], replica.stamp,
+                replica.decision, exchange.server[i], bucket.y_scale,
+            )  # fmt: skip
+            returned.append(exchange.send_to_workers(i))
+        for i, work in enumerate(returned):
+            self._wait_for_servers(i, work)
+
+    def _wait_for_workers(self, sent: list[Work]) -> None:
+        """Wait for every worker's messages, and sum their words."""
+        for i, work in enumerate(sent):
+            work.wait()
+            self._replica.passes.sum_words(self.exchange.received[i], self.exchange.sums[i])
+
+    def _wait_for_servers(self, bucket: int, work: Work) -> None:
+        """Wait for what servers send back for a bucket, and check it."""
+        exchange, passes = self.exchange, self._replica.passes
+        work.wait()
+        passes.sum_words(exchange.messages[bucket], exchange.returned_sums)
+        passes.accept_returned(
+            exchange.messages[bucket], exchange.returned_sums, exchange.tags[bucket : bucket + 1],
+            self._replica.decision, bucket == 0,
+        )  # fmt: skip
 
     def _drop_dense_momentum(self) -> None:
         """Free the dense momentum once a compressed step has been taken: from then on it is bits.

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from ..buckets import Bucket, Layout, gradient_like
 from ..collectives import Communicator, ring_bytes
 from ..kernels.backends import Passes
-from ..kernels.tables import Clip, Decision, Hyper, Rate, TensorTable
+from ..kernels.tables import Clip, Decision, Hyper, Rate, Roll, Stamp, TensorTable
 
 
 def phase(name: str) -> AbstractContextManager[object]:
@@ -37,6 +37,9 @@ class Replica:
         hyper: fp32 [segments, len(Hyper)]; rates: fp32 [segments, len(Rate)]; segments in bucket order.
         norms: fp32 [blocks of all buckets], sums of squares of gradients.
         decision: int32 [len(Decision)]; clip: fp32 [len(Clip)]; local_squares: fp32 [ranks].
+        stamp: int32 [len(Stamp)], what this rank's messages carry.
+        answer: fp32 [ranks, len(Roll)], this rank's answer to the roll call of a warmup step, in its row.
+        roll: fp32 [ranks, len(Roll)], the answers of all.
         clipping: whether gradients are clipped; bias_correction: whether moments are corrected.
         buckets: the buckets.
         whole_bytes: bytes a rank would send in a step that averages whole gradients, in the parameters' dtype, by ring
@@ -65,6 +68,10 @@ class Replica:
         self.norms = torch.zeros(sum(b.blocks for b in layout.buckets), dtype=torch.float32, device=device)
         self.decision = torch.zeros(len(Decision), dtype=torch.int32, device=device)
         self.decision[Decision.BAD_RANK] = -1
+        self.stamp = torch.zeros(len(Stamp), dtype=torch.int32, device=device)
+        self.stamp[Stamp.SENDER] = communicator.rank
+        self.answer = torch.zeros(communicator.ranks, len(Roll), dtype=torch.float32, device=device)
+        self.roll = torch.zeros_like(self.answer)
         self.clip = torch.zeros(len(Clip), dtype=torch.float32, device=device)
         self.clip[[Clip.GRAD_SCALE, Clip.UNSCALE]] = self._sign = -1.0 if maximize else 1.0
         self._scaled = False

@@ -24,7 +24,7 @@ class Uncompressed:
         decision, clip = replica.decision, replica.clip
         with phase("decide"):
             replica.measure(replica.local_gradients())
-            passes.decide_averaged(replica.norms, replica.local_squares, decision, clip, False)
+            passes.decide_averaged(replica.norms, replica.local_squares, replica.roll, decision, clip, False)
         with phase("update"):
             for bucket in replica.buckets:
                 passes.compressed_update(

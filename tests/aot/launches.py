@@ -20,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from onebit_triton.kernels.backends import PASSES, load_passes
-from onebit_triton.kernels.tables import HEADER_BYTES, BlockMap, Clip, Decision, Hyper, Rate, TensorTable
+from onebit_triton.kernels.tables import HEADER_BYTES, BlockMap, Clip, Decision, Hyper, Rate, Roll, Stamp, TensorTable
 from onebit_triton.options import check_optimizer
 
 PARTIALS = {
@@ -191,7 +191,9 @@ def arguments(name: str, setting: Setting) -> dict[str, Any]:
         },
         "message": torch.empty(message_bytes, dtype=torch.uint8),
         "headers": torch.empty(3, ranks, dtype=torch.int64),
-        "tags": torch.empty(3, dtype=torch.int32),
+        "sums": torch.empty(3 if name == "decide_exchanged" else 1, ranks, dtype=torch.int32),
+        "stamp": torch.empty(len(Stamp), dtype=torch.int32),
+        "roll": torch.empty(ranks, len(Roll)),
         "tag": part(1, dtype=torch.int32),
         **{key: part(1) for key in ("count", "x_scale", "y_scale")},
         "hyper": part(1, len(Hyper)),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onebit_triton.buckets import BucketLayout, block_map, plan_layout
 from onebit_triton.kernels.backends import Passes, load_passes
-from onebit_triton.kernels.planes_reference import header, planes
-from onebit_triton.kernels.tables import HEADER_BYTES, Clip, Decision, Hyper, Rate, TensorTable
+from onebit_triton.kernels.planes_reference import balance, header, planes, words_sum
+from onebit_triton.kernels.tables import HEADER_BYTES, Clip, Decision, Header, Hyper, Rate, Roll, Stamp, TensorTable
 
 CPU = torch.device("cpu")
 TRITON = load_passes("triton", CPU)
@@ -279,6 +279,8 @@ class Bed:
         for name in ("x_scale", "y_scale", "count", "chunk_count"):
             add(name, (1,), torch.float32)
         add("tag", (1,), torch.int32)
+        add("stamp", (len(Stamp),), torch.int32)
+        add("roll", (case.ranks, len(Roll)), torch.float32)
         add("norms", (blocks.blocks,), torch.float32)
         add("partials2", (2, blocks.blocks), torch.float32)
         add("partials3", (3, blocks.blocks), torch.float32)
@@ -311,8 +313,10 @@ class Bed:
         self["rates"].copy_(low + (high - low) * torch.rand(self["rates"].shape, generator=random))
         self["rates"][:, Rate.STEP] = 5.0
         self["clip"].copy_(torch.tensor([self.case.grad_scale, 0.8, 0.5, 1.0, 1.0]))
-        self["decision"].copy_(torch.tensor([0, 7, 2, 0, -1, 0, 3, 1], dtype=torch.int32))
+        self["decision"].copy_(torch.tensor([0, 7, 2, 0, -1, 0, 3, 1, 0], dtype=torch.int32))
         self["tag"].fill_(0x1234567)
+        self["stamp"].copy_(torch.tensor([1, 0x7654321]))
+        self["roll"].fill_(3.0)[:, Roll.FAILED] = 0.0
 
     def _fill_state(self, random: torch.Generator, masks: bool) -> None:
         def normal(size: int) -> Tensor:
@@ -357,10 +361,14 @@ class Bed:
         for name in ("old", "new", "received", "message"):
             messages = self[name].view(-1, self["message"].numel())
             messages.copy_(torch.randint(0, 256, messages.shape, generator=random, dtype=torch.uint8))
-            header(messages, 0).copy_(0.01 + 0.01 * torch.rand(messages.shape[0], generator=random))
-            header(messages, 1).zero_()
-            header(messages, 2).fill_(1.5)
-            header(messages, 3).copy_(self["tag"])
+            header(messages, Header.SCALE).copy_(0.01 + 0.01 * torch.rand(messages.shape[0], generator=random))
+            header(messages, Header.FLAGS).zero_()
+            header(messages, Header.SQUARES).fill_(1.5)
+            header(messages, Header.TAG).copy_(self["tag"])
+            header(messages, Header.STEP).copy_(self["decision"][[Decision.COUNTED, Decision.SKIPPED]].sum())
+            header(messages, Header.SETTINGS).copy_(self["stamp"][Stamp.SETTINGS])
+            header(messages, Header.SENDER).copy_(torch.arange(messages.shape[0]))
+            balance(messages)
 
 
 def _plan(case: Case) -> BucketLayout:
@@ -421,10 +429,13 @@ def check(
 
 
 def assert_near(name: str, kernel: Tensor, twin: Tensor) -> None:
-    """Equal to rounding; of messages only the two floats of their headers may be rounded."""
+    """Equal to rounding; of messages only the two floats of their headers may be rounded, and so their balance."""
     if kernel.dtype == torch.uint8:
         kernel, twin = kernel.view(-1, kernel.shape[-1]).clone(), twin.view(-1, twin.shape[-1]).clone()
-        for field in (0, 2):
+        for messages in (kernel, twin):
+            assert not words_sum(messages).any()
+            header(messages, Header.CHECK).zero_()
+        for field in (Header.SCALE, Header.SQUARES):
             assert_near(f"header {field} of {name}", header(kernel, field), header(twin, field))
             header(kernel, field).copy_(header(twin, field))
         assert same_bits(kernel, twin), f"{name}: {describe(kernel, twin)}"

@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 
 from onebit_triton.kernels.backends import PASSES, Passes
 from onebit_triton.kernels.budgets import STEPS, declared, step_bytes
+from onebit_triton.kernels.tables import Roll
 
 from .bed import TRITON, Bed, Case
 from .test_variance import Apply, Fresh
@@ -91,7 +92,7 @@ RUNS: dict[tuple[str, str], Callable[[Passes, Bed], None]] = {
     ("flatten_gradients", "bits"): lambda t, b: t.flatten_gradients(b.grads, b.blocks, b["averaged"], 3),
     ("gradient_norms", "bits"): lambda t, b: t.gradient_norms(b.grads, b.blocks, b["norms"]),
     ("decide_averaged", "bits"): lambda t, b: t.decide_averaged(
-        b["norms"], torch.ones(1), b["decision"], b["clip"], False
+        b["norms"], torch.ones(b.case.ranks), b["roll"], b["decision"], b["clip"], False
     ),
     ("lamb_moments", "bits"): moments,
     ("trust_ratio", "bits"): lambda t, b: t.trust_ratio(
@@ -100,13 +101,16 @@ RUNS: dict[tuple[str, str], Callable[[Passes, Bed], None]] = {
     ("lamb_apply", "bits"): lamb_apply,
     ("compress_momentum", "bits"): compress("bits"),
     ("compress_momentum", "dense"): compress("dense"),
-    ("seal_worker", "bits"): lambda t, b: t.seal_worker(b["partials2"], b["count"], b["tag"], b["new"], b["x_scale"]),
+    ("seal_worker", "bits"): lambda t, b: t.seal_worker(
+        b["partials2"], b["count"], b["tag"], b["stamp"], b["decision"], b["new"], b["x_scale"]
+    ),
+    ("sum_words", "bits"): lambda t, b: t.sum_words(b["received"], torch.zeros(b.case.ranks, dtype=torch.int32)),
     ("undo_momentum", "bits"): undo,
     ("reduce_chunk", "bits"): lambda t, b: t.reduce_chunk(
         b["received"], b["y"], b["y_scale"], b["decision"], b["message"], b["chunk_partials"], b.case.block
     ),
     ("seal_server", "bits"): lambda t, b: t.seal_server(
-        b["chunk_partials"], b["chunk_count"], b["tag"], b["decision"], b["message"], b["y_scale"]
+        b["chunk_partials"], b["chunk_count"], b["tag"], b["stamp"], b["decision"], b["message"], b["y_scale"]
     ),
     ("fresh_variance", "bits"): Fresh("bits"),
     ("fresh_variance", "dense"): Fresh("dense"),
@@ -118,8 +122,8 @@ RUNS: dict[tuple[str, str], Callable[[Passes, Bed], None]] = {
     ("compressed_apply", "uncompressed"): Apply(True),
 }
 PER_BLOCK = ("gradient_norms", "lamb_moments", "compress_momentum", "reduce_chunk", "fresh_variance")
-HEADERS = {"compressed_apply": 16}
-"""Bytes for each message that a pass copies besides."""
+HEADERS = {"compressed_apply": (32, 32), "sum_words": (32, 0)}
+"""Bytes for each message that a pass reads and writes besides."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -133,9 +137,11 @@ def test_launcher_moves_what_it_declares(name: str, momentum: str, case: Case, c
     size = case.dtype.itemsize
     found = declared(name, case.ranks, size, size, momentum)
     elements, blocks = bed.elements, bed.blocks.blocks
-    messages = HEADERS.get(name, 0) * case.ranks * (momentum == "bits")
-    assert counter.vectors["read"] == elements * found.read + blocks * found.block_read + messages
-    assert counter.vectors["written"] == elements * found.written + messages
+    read, written = (size * case.ranks * (momentum == "bits") for size in HEADERS.get(name, (0, 0)))
+    if name == "decide_averaged" and case.ranks > 1:
+        read = len(Roll) * case.ranks * 4
+    assert counter.vectors["read"] == elements * found.read + blocks * found.block_read + read
+    assert counter.vectors["written"] == elements * found.written + written
     if name in PER_BLOCK:
         assert counter.scalars["written"] == blocks * found.block_written
 
@@ -143,15 +149,15 @@ def test_launcher_moves_what_it_declares(name: str, momentum: str, case: Case, c
 def test_every_pass_declares() -> None:
     counted = {name for name, _ in RUNS}
     passes = {name for names in PASSES.values() for name in names}
-    assert passes - counted == {"clip_local", "decide_exchanged"}, "which read a few numbers"
+    assert passes - counted == {"clip_local", "decide_exchanged", "accept_returned"}, "which read a few numbers"
     assert {declared(name).total(1024, 1024) for name in passes - counted} == {0.0}
     assert {name for names in STEPS.values() for name in names} <= passes
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_steps_stay_within_their_budgets(ranks: int) -> None:
-    """fp32, and what there is for each block is not more than a hundredth."""
-    for stage, budget in (("warmup", 44), ("compression", 41 + 8 / ranks)):
+    """fp32, and what there is for each block is little, though sums are taken anew for every rank's message."""
+    for stage, budget in (("warmup", 44), ("compression", 41.3 + 8.25 / ranks)):
         streams = sum(declared(name, ranks).read + declared(name, ranks).written for name in STEPS[stage])
         assert streams <= budget
-        assert step_bytes(stage, ranks) - streams <= 0.01 * streams
+        assert step_bytes(stage, ranks) - streams <= 0.02 * streams

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onebit_triton.kernels.backends import Passes
-from onebit_triton.kernels.planes_reference import header
-from onebit_triton.kernels.tables import FLAG_NONFINITE, RHO_DECAY, Clip, Decision
+from onebit_triton.kernels.planes_reference import balance, header
+from onebit_triton.kernels.tables import HEADER_BYTES, RHO_DECAY, Clip, Decision, Fault, Header, Roll
 
 from .bed import RTOL, TORCH, TRITON, same_bits
 
@@ -32,6 +32,12 @@ def new_clip(max_norm: float = INF, rho: float = 0.0, weight: float = 0.0, unsca
     clip[Clip.RHO], clip[Clip.RHO_WEIGHT], clip[Clip.MAX_NORM] = rho, weight, max_norm
     clip[Clip.UNSCALE] = unscale
     return clip
+
+
+def roll_call(ranks: int) -> Tensor:
+    """All ranks answer alike."""
+    roll = torch.tensor([7.0, 255.0, 0.0, 1.0]).repeat(ranks, 1)
+    return torch.cat((roll, torch.zeros(ranks, 1)), 1)
 
 
 def agree(run: Callable[[Passes, Tensor, Tensor], None], decision: Tensor, clip: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,10 +63,10 @@ def test_averaged_step_is_taken_and_clipped(blocks: int, max_norm: float, track_
     local = torch.tensor([2.0, 3.0, 5.0]) * blocks
 
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
-        passes.decide_averaged(partials, local, decision, clip, track_rho)
+        passes.decide_averaged(partials, local, roll_call(3), decision, clip, track_rho)
 
     decision, clip = agree(run, new_decision(), new_clip(max_norm, 0.5, 0.25))
-    assert decision.tolist() == [0, 1, 0, 0, -1, 0, 0, 0]
+    assert decision.tolist() == [0, 1, 0, 0, -1, 0, 0, 0, 0]
     norm = math.sqrt(partials.double().sum())
     rho = math.sqrt(local.double().mean()) / norm
     assert clip[Clip.GRAD_SCALE].item() == pytest.approx(min(1.0, max_norm / norm), rel=RTOL)
@@ -74,11 +80,11 @@ def test_averaged_step_is_taken_and_clipped(blocks: int, max_norm: float, track_
 @pytest.mark.parametrize("partials", [[1.0, NAN], [INF, 2.0], [3e38, 3e38], [INF, -INF]])
 def test_averaged_step_that_is_not_finite_is_skipped(partials: list[float]) -> None:
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
-        passes.decide_averaged(torch.tensor(partials), torch.tensor([1.0, NAN]), decision, clip, True)
+        passes.decide_averaged(torch.tensor(partials), torch.tensor([1.0, NAN]), roll_call(2), decision, clip, True)
 
-    before = torch.tensor([0, 7, 2, 1, 3, 0, 4, 5], dtype=torch.int32)
+    before = torch.tensor([0, 7, 2, 1, 3, 0, 4, 5, 4], dtype=torch.int32)
     decision, clip = agree(run, before, new_clip(1.0, 0.5, 0.25, -0.125))
-    assert decision.tolist() == [1, 7, 3, 2, -1, 0, 4, 5]
+    assert decision.tolist() == [1, 7, 3, 2, -1, Fault.NONFINITE, 4, 5, 4]
     assert clip.tolist() == [-0.125, 0.5, 0.25, 1.0, -0.125]
 
 
@@ -86,7 +92,7 @@ def test_averaged_step_that_is_not_finite_is_skipped(partials: list[float]) -> N
 @pytest.mark.parametrize("norm", [0.0, 4.0])
 def test_rho_moves_only_by_finite_values(norm: float, local: list[float]) -> None:
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
-        passes.decide_averaged(torch.tensor([norm * norm]), torch.tensor(local), decision, clip, True)
+        passes.decide_averaged(torch.tensor([norm * norm]), torch.tensor(local), roll_call(2), decision, clip, True)
 
     decision, clip = agree(run, new_decision(), new_clip(2.0, 0.5, 0.25))
     assert decision[Decision.SKIP] == 0
@@ -100,7 +106,9 @@ def test_rho_over_several_steps() -> None:
     clips = [new_clip(), new_clip()]
     for value in (1.5, 2.0, 3.0):
         for passes, clip in zip((TRITON, TORCH), clips, strict=True):
-            passes.decide_averaged(torch.tensor([4.0]), torch.tensor([4 * value**2]), new_decision(), clip, True)
+            passes.decide_averaged(
+                torch.tensor([4.0]), torch.tensor([4 * value**2]), roll_call(1), new_decision(), clip, True
+            )
     torch.testing.assert_close(clips[0], clips[1], rtol=RTOL, atol=0)
     weights = [RHO_DECAY**2, RHO_DECAY, 1.0]
     mean = sum(w * v for w, v in zip(weights, (1.5, 2.0, 3.0), strict=True)) / sum(weights)
@@ -130,7 +138,7 @@ def test_factor_undoes_the_loss_scale(max_norm: float, unscale: float) -> None:
     local, squares = torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.5])
 
     def averaged(passes: Passes, decision: Tensor, clip: Tensor) -> None:
-        passes.decide_averaged(squares / unscale**2, local, decision, clip, True)
+        passes.decide_averaged(squares / unscale**2, local, roll_call(2), decision, clip, True)
 
     def exchanged(passes: Passes, decision: Tensor, clip: Tensor) -> None:
         passes.clip_local(local, clip)
@@ -151,75 +159,203 @@ def test_local_clipping_of_odd_norms(local: list[float], scale: float) -> None:
     assert clip[Clip.GRAD_SCALE] == scale
 
 
+@pytest.mark.parametrize(
+    ("rank", "column", "fault"),
+    [(1, 0, Fault.SETTINGS), (2, 1, Fault.SETTINGS), (4, 3, Fault.SETTINGS), (0, Roll.FAILED, Fault.FAILED),
+     (3, Roll.FAILED, Fault.FAILED)],
+)  # fmt: skip
+@pytest.mark.parametrize("finite", [True, False])
+def test_averaged_step_on_which_ranks_do_not_agree_is_skipped(
+    rank: int, column: int, fault: Fault, finite: bool
+) -> None:
+    roll = roll_call(5)
+    roll[rank, column] = 2.0
+
+    def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
+        passes.decide_averaged(torch.tensor([1.0 if finite else INF]), torch.ones(5), roll, decision, clip, False)
+
+    decision, _ = agree(run, new_decision(), new_clip())
+    assert decision.tolist() == [1, 0, 1, 1, rank, fault if finite else fault | Fault.NONFINITE, 0, 0, 0]
+
+
 class Mail:
     """Received messages of several buckets, in one buffer with garbage between them."""
 
-    def __init__(self, buckets: int, ranks: int, payload: int = 24) -> None:
-        self.buckets, self.ranks, size = buckets, ranks, 16 + payload
+    def __init__(self, buckets: int, ranks: int, payload: int = 24, step: int = 0) -> None:
+        self.buckets, self.ranks, size = buckets, ranks, HEADER_BYTES + payload
         self.received = torch.full((buckets * (ranks * size + 32) + 32,), 0x5A, dtype=torch.uint8)
         starts = [32 + bucket * (ranks * size + 32) for bucket in range(buckets)]
         self.headers = torch.tensor([[start + rank * size for rank in range(ranks)] for start in starts])
         self.messages = [self.received[at : at + ranks * size].view(ranks, size) for at in starts]
-        self.tags = torch.tensor([TAG + bucket for bucket in range(buckets)], dtype=torch.int32)
         for bucket, messages in enumerate(self.messages):
-            header(messages, 0).fill_(0.5)
-            header(messages, 1).zero_()
-            header(messages, 2).copy_(torch.arange(1.0, ranks + 1))
-            header(messages, 3).fill_(self.tags[bucket])
+            header(messages, Header.SCALE).fill_(0.5)
+            header(messages, Header.FLAGS).zero_()
+            header(messages, Header.SQUARES).copy_(torch.arange(1.0, ranks + 1))
+            header(messages, Header.TAG).fill_(TAG + bucket)
+            header(messages, Header.STEP).fill_(step)
+            header(messages, Header.SETTINGS).fill_(-77)
+            header(messages, Header.SENDER).copy_(torch.arange(ranks))
 
-    def decide(self, decision: Tensor) -> Tensor:
+    def sums(self, passes: Passes) -> Tensor:
+        sums = torch.full((self.buckets, self.ranks), 9, dtype=torch.int32)
+        for messages, row in zip(self.messages, sums, strict=True):
+            passes.sum_words(messages, row)
+        return sums
+
+    def decide(self, decision: Tensor, sealed: bool = True) -> Tensor:
+        """Decision after the first exchange; messages are balanced before, unless that is what is tested."""
+        if sealed:
+            for messages in self.messages:
+                balance(messages)
+
         def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
             before = self.received.clone()
-            passes.decide_exchanged(self.received, self.headers, self.tags, decision)
+            passes.decide_exchanged(self.received, self.headers, self.sums(passes), decision)
             assert torch.equal(self.received, before)
 
         return agree(run, decision, new_clip())[0]
+
+    def accept(self, decision: Tensor, bucket: int = 0) -> Tensor:
+        """Decision after messages have come back from the servers."""
+
+        def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
+            messages, tag = self.messages[bucket], torch.tensor([TAG + bucket], dtype=torch.int32)
+            passes.accept_returned(messages, self.sums(passes)[bucket], tag, decision, bucket == 0)
+
+        return agree(run, decision, new_clip())[0]
+
+
+@pytest.mark.parametrize("size", [32, 40, 4096 + 32, 5 * 4096 + 8])
+def test_words_of_messages_are_summed(size: int) -> None:
+    messages = torch.randint(0, 256, (3, size), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
+    wanted = messages.view(torch.int32).long().sum(1)
+    for passes in (TRITON, TORCH):
+        sums = torch.zeros(3, dtype=torch.int32)
+        passes.sum_words(messages, sums)
+        assert ((sums - wanted) % 2**32 == 0).all()
+    balance(messages)
+    TRITON.sum_words(messages, sums)
+    assert not sums.any()
 
 
 @pytest.mark.parametrize("buckets", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_exchanged_step_is_taken(ranks: int, buckets: int) -> None:
-    before = torch.tensor([1, 7, 2, 2, 1, 0, 0, 3], dtype=torch.int32)
-    decision = Mail(buckets, ranks).decide(before)
-    assert decision.tolist() == [0, 8, 2, 0, 1, 0, *([1, 4] if ranks == 1 else [0, 0])]
+    before = torch.tensor([1, 7, 2, 2, 1, 8, 0, 3, 0], dtype=torch.int32)
+    mail = Mail(buckets, ranks, step=9)
+    decision = mail.decide(before)
+    assert decision.tolist() == [0, 7, 2, 2, 1, 0, *([1, 4] if ranks == 1 else [0, 0]), 0], "counters come later"
+    decision = mail.accept(decision)
+    assert decision.tolist()[:6] == [0, 8, 2, 0, 1, 0]
+    for bucket in range(1, buckets):
+        assert torch.equal(mail.accept(decision, bucket), decision)
 
 
 @pytest.mark.parametrize(("ranks", "buckets"), [(1, 1), (2, 1), (3, 2), (4, 3), (5, 2)])
 def test_one_flag_skips_the_step(ranks: int, buckets: int) -> None:
     for bucket in range(buckets):
         for rank in range(ranks):
-            mail = Mail(buckets, ranks)
-            header(mail.messages[bucket], 1)[rank] = FLAG_NONFINITE
-            decision = mail.decide(new_decision())
-            assert decision.tolist()[:6] == [1, 0, 1, 1, rank, 0]
+            for fault in (Fault.NONFINITE, Fault.FAILED, Fault.DAMAGED):
+                mail = Mail(buckets, ranks)
+                header(mail.messages[bucket], Header.FLAGS)[rank] = fault
+                decision = mail.decide(new_decision())
+                assert decision.tolist()[:6] == [1, 0, 0, 0, rank, fault]
 
 
 def test_first_of_several_bad_ranks_is_named() -> None:
     mail = Mail(2, 5)
-    header(mail.messages[0], 1)[4] = FLAG_NONFINITE
-    header(mail.messages[1], 1)[2] = FLAG_NONFINITE
+    header(mail.messages[0], Header.FLAGS)[4] = Fault.NONFINITE
+    header(mail.messages[1], Header.FLAGS)[2] = Fault.NONFINITE
     assert mail.decide(new_decision())[Decision.BAD_RANK] == 2
+    header(mail.messages[0], Header.FLAGS)[3] = Fault.FAILED
+    decision = mail.decide(new_decision())
+    assert decision[[Decision.BAD_RANK, Decision.FAULT]].tolist() == [3, Fault.FAILED | Fault.NONFINITE]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("field", "fault"),
+    [(Header.TAG, Fault.LAYOUT), (Header.STEP, Fault.STEP), (Header.SETTINGS, Fault.SETTINGS)],
+)
+def test_what_ranks_do_not_agree_on_skips_the_step(field: Header, fault: Fault, rank: int) -> None:
+    mail = Mail(2, 3)
+    header(mail.messages[1], field)[rank] += 1
+    assert mail.decide(new_decision()).tolist()[:6] == [1, 0, 0, 0, rank, fault]
+    for messages in mail.messages:
+        header(messages, field)[0] -= 1  # rank 0 is alone: the first of the others is named, alike everywhere
+    assert mail.decide(new_decision()).tolist()[4:6] == [1, fault]
+
+
+@pytest.mark.parametrize("byte", [*range(HEADER_BYTES), HEADER_BYTES, HEADER_BYTES + 23])
+def test_any_byte_that_changes_on_the_way_is_noticed(byte: int) -> None:
+    mail = Mail(2, 3)
+    for messages in mail.messages:
+        balance(messages)
+    mail.messages[1][2, byte] ^= 0x10
+    decision = mail.decide(new_decision(), sealed=False)
+    assert decision[[Decision.SKIP, Decision.BAD_RANK, Decision.FAULT]].tolist() == [1, 2, Fault.CORRUPT]
+
+
+def test_messages_cut_short_or_of_another_sender_are_noticed() -> None:
+    cut, swapped = Mail(1, 3), Mail(1, 3)
+    cut.messages[0][1, HEADER_BYTES:] = torch.arange(24)
+    for messages in (cut.messages[0], swapped.messages[0]):
+        balance(messages)
+    cut.messages[0][1, -8:] = 0
+    assert cut.decide(new_decision(), sealed=False)[Decision.FAULT] == Fault.CORRUPT
+    swapped.messages[0][1] = swapped.messages[0][2]
+    decision = swapped.decide(new_decision(), sealed=False)
+    assert decision[[Decision.BAD_RANK, Decision.FAULT]].tolist() == [1, Fault.CORRUPT]
+
+
+def returned(reports: list[int], step: int = 0) -> Mail:
+    """What servers send back, with what each has found."""
+    mail = Mail(2, len(reports), step=step)
+    header(mail.messages[0], Header.FLAGS).copy_(torch.tensor(reports))
+    for messages in mail.messages:
+        balance(messages)
+    return mail
+
+
+def test_what_one_server_found_skips_the_step_everywhere() -> None:
+    report = Fault.CORRUPT | 2 << 8
+    for reports in ([0, report, 0], [0, report, Fault.NONFINITE], [Fault.NONFINITE, report, 0]):
+        decision = returned(reports).accept(new_decision())
+        assert decision.tolist() == [1, 0, 1, 1, 2, Fault.CORRUPT, 0, 0, 0]
+    assert returned([Fault.NONFINITE | 1 << 8] * 3).accept(new_decision()).tolist()[:6] == [1, 0, 1, 1, 1, 1]
 
 
 def test_skipped_steps_in_a_row_are_counted() -> None:
-    mail = Mail(1, 3)
-    bad = Mail(1, 3)
-    header(bad.messages[0], 1)[1] = FLAG_NONFINITE
     decision = new_decision()
     seen = []
-    for step in (mail, bad, bad, mail, bad):
-        decision = step.decide(decision)
+    for step, report in enumerate((0, 1, 1, 0, 1)):
+        decision = returned([report] * 3, step).accept(decision)
         seen.append(decision[[Decision.SKIP, Decision.COUNTED, Decision.SKIPPED, Decision.STREAK]].tolist())
     assert seen == [[0, 1, 0, 0], [1, 1, 1, 1], [1, 1, 2, 2], [0, 2, 2, 0], [1, 2, 3, 1]]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_message_of_another_layout_skips_and_is_remembered(rank: int) -> None:
-    mail = Mail(2, 3)
-    header(mail.messages[1], 3)[rank] = TAG
-    decision = mail.decide(new_decision())
-    assert decision.tolist()[:6] == [1, 0, 1, 1, rank, 1]
-    assert Mail(2, 3).decide(decision).tolist()[:6] == [0, 1, 1, 0, rank, 1]
+@pytest.mark.parametrize("bucket", [0, 1])
+@pytest.mark.parametrize("field", [None, *Header])
+def test_what_comes_back_corrupted_damages_this_rank_alone(field: Header | None, bucket: int) -> None:
+    """It skips the rest of the step, which nobody else knows of, and tells in its next messages."""
+    decision = new_decision()
+    if bucket == 1:
+        decision = returned([0, 0, 0]).accept(decision)
+    mail = returned([0, 0, 0])
+    words = mail.messages[bucket].view(torch.int32)
+    words[1, -1 if field is None else field] ^= 1 << 20
+    decision = mail.accept(decision, bucket)
+    assert decision[[Decision.SKIP, Decision.FAULT, Decision.DAMAGED]].tolist() == [1, 0, Fault.DAMAGED]
+    assert decision[[Decision.COUNTED, Decision.SKIPPED]].sum() == 1, "steps stay those of other ranks"
+    assert returned([0, 0, 0], step=1).accept(decision)[Decision.DAMAGED] == Fault.DAMAGED, "until it is mended"
+
+
+@pytest.mark.parametrize("field", [Header.TAG, Header.STEP, Header.SENDER])
+def test_whole_messages_of_another_bucket_step_or_server_damage_too(field: Header) -> None:
+    mail = returned([0, 0, 0])
+    header(mail.messages[0], field)[2] += 1
+    balance(mail.messages[0])
+    assert mail.accept(new_decision())[Decision.DAMAGED] == Fault.DAMAGED
 
 
 def test_steps_with_equal_gradients_in_a_row_are_counted() -> None:
@@ -228,7 +364,7 @@ def test_steps_with_equal_gradients_in_a_row_are_counted() -> None:
     for squares in ([2.0, 2.0, 2.0], [3.0, 3.0, 3.0], [3.0, 3.0, 2.0], [2.0, 2.0, 2.0], [0.0, 0.0, 0.0], [NAN] * 3):
         mail = Mail(2, 3)
         for messages in mail.messages:
-            header(messages, 2).copy_(torch.tensor(squares))
+            header(messages, Header.SQUARES).copy_(torch.tensor(squares))
         decision = mail.decide(decision)
         seen.append(decision[Decision.EQUAL].item())
     assert seen == [1, 2, 0, 1, 0, 0]
@@ -249,7 +385,7 @@ def test_steps_with_gradients_of_one_norm_in_a_row_are_counted() -> None:
     ):
         mail = Mail(2, 3)
         for messages, squares in zip(mail.messages, (first, second), strict=True):
-            header(messages, 2).copy_(torch.tensor(squares))
+            header(messages, Header.SQUARES).copy_(torch.tensor(squares))
         decision = mail.decide(decision)
         seen.append(decision[Decision.ONE_NORM].item())
     assert seen == [1, 2, 0, 1, 0, 1, 0]
@@ -258,18 +394,27 @@ def test_steps_with_gradients_of_one_norm_in_a_row_are_counted() -> None:
 def test_one_unequal_bucket_is_enough() -> None:
     mail = Mail(2, 3)
     for messages in mail.messages:
-        header(messages, 2).fill_(2.0)
-    header(mail.messages[1], 2)[2] = 2.5
+        header(messages, Header.SQUARES).fill_(2.0)
+    header(mail.messages[1], Header.SQUARES)[2] = 2.5
     assert mail.decide(new_decision())[Decision.EQUAL] == 0
 
 
 def test_refuses_wrong_vectors() -> None:
-    mail, values = Mail(1, 2), torch.ones(3)
-    with pytest.raises(ValueError, match=r"Invalid decision: must be contiguous torch.int32 with 8 elements on cpu"):
-        TRITON.decide_averaged(values, values, new_decision().long(), new_clip(), False)
+    mail, values, roll = Mail(1, 2), torch.ones(3), roll_call(3)
+    sums, tag = mail.sums(TRITON), torch.tensor([TAG], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"Invalid decision: must be contiguous torch.int32 with 9 elements on cpu"):
+        TRITON.decide_averaged(values, values, roll, new_decision().long(), new_clip(), False)
     with pytest.raises(ValueError, match="Invalid clip"):
-        TRITON.decide_averaged(values, values, new_decision(), new_clip()[:3], False)
+        TRITON.decide_averaged(values, values, roll, new_decision(), new_clip()[:3], False)
+    with pytest.raises(ValueError, match="Invalid roll"):
+        TRITON.decide_averaged(values, values, roll[1:], new_decision(), new_clip(), False)
     with pytest.raises(ValueError, match="Invalid clip"):
         TRITON.clip_local(values, new_clip().to("meta"))
+    with pytest.raises(ValueError, match="Invalid sums"):
+        TRITON.sum_words(mail.messages[0], sums.long())
     with pytest.raises(ValueError, match="Invalid decision"):
-        TRITON.decide_exchanged(mail.received, mail.headers, mail.tags, new_decision()[:6])
+        TRITON.decide_exchanged(mail.received, mail.headers, sums, new_decision()[:6])
+    with pytest.raises(ValueError, match="Invalid sums"):
+        TRITON.decide_exchanged(mail.received, mail.headers, sums[:, :1], new_decision())
+    with pytest.raises(ValueError, match="Invalid tag"):
+        TRITON.accept_returned(mail.messages[0], sums[0], tag.long(), new_decision(), True)

@@ -156,7 +156,7 @@ class Ranks:
             [averaged[start : start + size] for start, size in zip(bed.blocks.starts, bed.blocks.sizes, strict=True)]
         )
         passes.gradient_norms(grads, bed.blocks, bed["norms"])
-        passes.decide_averaged(bed["norms"], local, bed["decision"], bed["clip"], True)
+        passes.decide_averaged(bed["norms"], local, bed["roll"], bed["decision"], bed["clip"], True)
         passes.lamb_moments(
             bed.params, grads, bed.blocks, bed["exp_avg"], bed["exp_avg_sq"], bed["hyper"], bed["rates"], bed["clip"],
             bed["decision"], bed["partials2"], bed.case.bias_correction,
@@ -189,26 +189,36 @@ class Ranks:
     def compressed_step(self, dense: bool) -> None:
         passes, beds, head = self.passes, self.beds, self.head
         local = self.local_squares()
-        for bed in beds:
+        sums = torch.zeros(len(beds), dtype=torch.int32)
+        for rank, bed in enumerate(beds):
             passes.clip_local(local, bed["clip"])
             passes.compress_momentum(
                 bed.grads, bed.blocks, bed["x"], bed["x_scale"], bed["old"], bed["exp_avg"] if dense else None,
                 bed["hyper"], bed["rates"], bed["clip"], bed["new"], bed["partials2"],
             )  # fmt: skip
-            passes.seal_worker(bed["partials2"], bed["count"], bed["tag"], bed["new"], bed["x_scale"])
+            bed["stamp"][0] = rank
+            passes.seal_worker(
+                bed["partials2"], bed["count"], bed["tag"], bed["stamp"], bed["decision"], bed["new"], bed["x_scale"]
+            )
         for rank, bed in enumerate(beds):
             for source, sender in enumerate(beds):
                 bed["received"][source] = sender["new"][rank]
             starts = torch.arange(len(beds)).view(1, -1) * bed["message"].numel()
-            passes.decide_exchanged(bed["received"].view(-1), starts, bed["tag"], bed["decision"])
+            passes.sum_words(bed["received"], sums)
+            passes.decide_exchanged(bed["received"].view(-1), starts, sums, bed["decision"])
             passes.reduce_chunk(
                 bed["received"], bed["y"], bed["y_scale"], bed["decision"], bed["message"], bed["chunk_partials"],
                 bed.case.block,
             )  # fmt: skip
             passes.seal_server(
-                bed["chunk_partials"], bed["chunk_count"], bed["tag"], bed["decision"], bed["message"], bed["y_scale"]
-            )
+                bed["chunk_partials"], bed["chunk_count"], bed["tag"], bed["stamp"], bed["decision"], bed["message"],
+                bed["y_scale"],
+            )  # fmt: skip
         head["new"].copy_(torch.stack([bed["message"] for bed in beds]))
+        for bed in beds:
+            passes.sum_words(head["new"], sums)
+            passes.accept_returned(head["new"], sums, bed["tag"], bed["decision"], True)
+            assert not bed["decision"][[Decision.SKIP, Decision.FAULT, Decision.DAMAGED]].any()
         passes.fresh_variance(
             head.params, None, head.blocks, head["old"], head["new"], head["exp_avg"] if dense else None,
             head["exp_avg_sq"], head["exp_avg_sq_fresh"], head["hyper"], head["rates"], head["clip"],

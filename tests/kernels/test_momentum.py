@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onebit_triton.kernels.backends import Passes
-from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero
-from onebit_triton.kernels.tables import FLAG_NONFINITE, Clip, Hyper, Rate
+from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero, words_sum
+from onebit_triton.kernels.tables import Clip, Decision, Fault, Header, Hyper, Rate
 
 from .bed import (
     CASES,
@@ -65,7 +65,9 @@ class Undo(Compress):
 
 
 def seal(passes: Passes, bed: Bed) -> None:
-    passes.seal_worker(bed["partials2"], bed["count"], bed["tag"], bed["new"], bed["x_scale"])
+    passes.seal_worker(
+        bed["partials2"], bed["count"], bed["tag"], bed["stamp"], bed["decision"], bed["new"], bed["x_scale"]
+    )
 
 
 def compressed(case: Case, dense: bool = False) -> Bed:
@@ -152,7 +154,7 @@ def test_gradient_that_is_not_finite(value: float, dtype: torch.dtype, dense: bo
     assert same_bits(kernel["new:planes"], clean["new:planes"])
     assert not kernel["partials2"][1].isfinite().any()
     sealed, _ = check(kernel, seal, ["new", "x_scale"], rounded=["new", "x_scale"])
-    assert header(sealed["new"], 1).tolist() == [FLAG_NONFINITE]
+    assert header(sealed["new"], 1).tolist() == [Fault.NONFINITE]
     assert sealed["x_scale"].isfinite().all()
 
 
@@ -164,7 +166,7 @@ def test_gradients_whose_sum_of_squares_overflows_are_flagged() -> None:
     kernel = check_compress_of_huge(bed)
     assert kernel["partials2"][1, 0].isinf()
     sealed, _ = check(kernel, seal, ["new", "x_scale"], rounded=["new", "x_scale"])
-    assert header(sealed["new"], 1).tolist() == [FLAG_NONFINITE] * SMALL.ranks
+    assert header(sealed["new"], 1).tolist() == [Fault.NONFINITE] * SMALL.ranks
 
 
 def check_compress_of_huge(bed: Bed) -> Bed:
@@ -196,7 +198,12 @@ def test_seal_agrees(case: Case) -> None:
         assert same_bits(header(sealed["new"], 0), sealed["x_scale"].expand(case.ranks))
         assert header(sealed["new"], 1).tolist() == [0] * case.ranks
         assert header(sealed["new"], 2).tolist() == pytest.approx([squares] * case.ranks, rel=1e-5)
-        assert header(sealed["new"], 3).tolist() == bed["tag"].tolist() * case.ranks
+        assert header(sealed["new"], Header.TAG).tolist() == bed["tag"].tolist() * case.ranks
+        step = int(bed["decision"][Decision.COUNTED] + bed["decision"][Decision.SKIPPED])
+        assert header(sealed["new"], Header.STEP).tolist() == [step] * case.ranks
+        assert header(sealed["new"], Header.SENDER).tolist() == [1] * case.ranks
+        assert header(sealed["new"], Header.SETTINGS).tolist() == [0x7654321] * case.ranks
+        assert words_sum(sealed["new"]).tolist() == [0] * case.ranks
         assert same_bits(sealed["new:planes"], bed["new:planes"])
 
 
@@ -204,11 +211,11 @@ def test_seal_agrees(case: Case) -> None:
     ("x_squares", "g_squares", "flag"),
     [
         (1.0, 2.0, 0),
-        (float("nan"), 2.0, FLAG_NONFINITE),
-        (float("inf"), 2.0, FLAG_NONFINITE),
-        (1.0, float("nan"), FLAG_NONFINITE),
-        (1.0, float("inf"), FLAG_NONFINITE),
-        (3e38, 2.0, FLAG_NONFINITE),
+        (float("nan"), 2.0, Fault.NONFINITE),
+        (float("inf"), 2.0, Fault.NONFINITE),
+        (1.0, float("nan"), Fault.NONFINITE),
+        (1.0, float("inf"), Fault.NONFINITE),
+        (3e38, 2.0, Fault.NONFINITE),
     ],
 )
 @BOTH
@@ -216,7 +223,10 @@ def test_seal_flags(passes: Passes, x_squares: float, g_squares: float, flag: in
     bed = Bed(SMALL)
     bed["partials2"][0], bed["partials2"][1] = x_squares, g_squares
     seal(passes, bed)
-    assert header(bed["new"], 1).tolist() == [flag] * SMALL.ranks
+    assert header(bed["new"], Header.FLAGS).tolist() == [flag] * SMALL.ranks
+    bed["decision"][Decision.DAMAGED] = Fault.DAMAGED
+    seal(passes, bed)
+    assert header(bed["new"], Header.FLAGS).tolist() == [flag | Fault.DAMAGED] * SMALL.ranks
 
 
 @BOTH
@@ -233,7 +243,9 @@ def test_scale_of_a_bucket_without_elements(passes: Passes) -> None:
 def test_seal_of_more_blocks_than_a_reduction_reads_at_a_time(passes: Passes) -> None:
     bed = Bed(SMALL)
     partials = torch.rand(2, 2500, generator=torch.Generator().manual_seed(2))
-    passes.seal_worker(partials, torch.tensor([777.0]), bed["tag"], bed["new"], bed["x_scale"])
+    passes.seal_worker(
+        partials, torch.tensor([777.0]), bed["tag"], bed["stamp"], bed["decision"], bed["new"], bed["x_scale"]
+    )
     sums = partials.double().sum(1)
     assert bed["x_scale"].item() == pytest.approx(float((sums[0] / 777).sqrt()), rel=RTOL)
     assert header(bed["new"], 2)[0].item() == pytest.approx(float(sums[1]), rel=RTOL)
@@ -342,4 +354,6 @@ def test_refuses_wrong_buffers() -> None:
             bed["clip"], bed["decision"],
         )  # fmt: skip
     with pytest.raises(ValueError, match="Invalid count: must be contiguous"):
-        TRITON.seal_worker(bed["partials2"], bed["partials2"][0], bed["tag"], bed["new"], bed["x_scale"])
+        TRITON.seal_worker(
+            bed["partials2"], bed["partials2"][0], bed["tag"], bed["stamp"], bed["decision"], bed["new"], bed["x_scale"]
+        )

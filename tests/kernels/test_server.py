@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onebit_triton.kernels.backends import Passes
-from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero
-from onebit_triton.kernels.tables import Decision
+from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero, words_sum
+from onebit_triton.kernels.tables import HEADER_BYTES, Decision, Fault, Header
 
 from .bed import (
     CASES,
@@ -38,7 +38,13 @@ def reduce(passes: Passes, bed: Bed) -> None:
 
 def seal(passes: Passes, bed: Bed) -> None:
     passes.seal_server(
-        bed["chunk_partials"], bed["chunk_count"], bed["tag"], bed["decision"], bed["message"], bed["y_scale"]
+        bed["chunk_partials"],
+        bed["chunk_count"],
+        bed["tag"],
+        bed["stamp"],
+        bed["decision"],
+        bed["message"],
+        bed["y_scale"],
     )
 
 
@@ -46,7 +52,7 @@ def poison_message(bed: Bed) -> Bed:
     """Planes that are wrong everywhere, so that each must be written."""
     right = bed.clone()
     reduce(TORCH, right)
-    bed["message"][16:] = ~right["message"][16:]
+    bed["message"][HEADER_BYTES:] = ~right["message"][HEADER_BYTES:]
     return bed
 
 
@@ -55,7 +61,7 @@ def numpy_sum(bed: Bed) -> np.ndarray:
     block, total = bed.case.block, np.zeros(bed["y"].numel())
     for message in bed["received"].numpy():
         scale = message[:4].view(np.float32)[0].astype(np.float64)
-        signs = np.unpackbits(message[16:].reshape(-1, block // 8, 1), axis=2, bitorder="little")
+        signs = np.unpackbits(message[HEADER_BYTES:].reshape(-1, block // 8, 1), axis=2, bitorder="little")
         total += np.where(signs.transpose(0, 2, 1).reshape(-1), scale, -scale)
     error = lazy_error(bed["y"].double(), bed["y_scale"].double()).numpy()
     return np.where(masked_zero(bed["y"]).numpy(), 0.0, total / bed.case.ranks + error)
@@ -68,7 +74,7 @@ def test_reduce_agrees(case: Case) -> None:
     y = kernel["y"]
     np.testing.assert_allclose(y.numpy(), numpy_sum(bed), rtol=0, atol=1e-7)
     assert torch.equal(masked_zero(y), masked_zero(bed["y"])), "marks stay, and no other element becomes one"
-    np.testing.assert_array_equal(kernel["message"][16:].numpy(), numpy_planes(y, case.block))
+    np.testing.assert_array_equal(kernel["message"][HEADER_BYTES:].numpy(), numpy_planes(y, case.block))
     squares = y.double().square().view(bed.chunk_blocks, -1).sum(1)
     torch.testing.assert_close(kernel["chunk_partials"].double(), squares, rtol=1e-5, atol=0)
 
@@ -110,7 +116,7 @@ def test_ties_count_as_positive() -> None:
         reduce(passes, copied)
         assert not copied["y"].any()
         assert torch.equal(masked_zero(copied["y"]), ~part)
-        assert (copied["message"][16:] == 255).all()
+        assert (copied["message"][HEADER_BYTES:] == 255).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -142,7 +148,9 @@ def test_scale_of_a_chunk_of_padding(passes: Passes) -> None:
 def test_seal_of_more_blocks_than_a_reduction_reads_at_a_time(passes: Passes) -> None:
     bed = Bed(SMALL)
     partials = torch.rand(2500, generator=torch.Generator().manual_seed(2))
-    passes.seal_server(partials, torch.tensor([777.0]), bed["tag"], bed["decision"], bed["message"], bed["y_scale"])
+    passes.seal_server(
+        partials, torch.tensor([777.0]), bed["tag"], bed["stamp"], bed["decision"], bed["message"], bed["y_scale"]
+    )
     assert bed["y_scale"].item() == pytest.approx(float((partials.double().sum() / 777).sqrt()), rel=RTOL)
 
 
@@ -155,12 +163,15 @@ def test_skipped_step_is_sealed_with_the_old_scale(passes: Passes) -> None:
     bed = Bed(SMALL, masks=True).skip()
     before = bed.clone()
     bed["chunk_partials"].fill_(float("nan"))
+    bed["decision"][[Decision.FAULT, Decision.BAD_RANK]] = torch.tensor([Fault.CORRUPT, 5], dtype=torch.int32)
     seal(passes, bed)
     message = bed["message"].unsqueeze(0)
     assert same_bits(bed["y_scale"], before["y_scale"])
     assert same_bits(header(message, 0), before["y_scale"])
-    assert header(message, 3).item() == before["tag"].item()
-    assert same_bits(bed["message"][16:], before["message"][16:])
+    assert header(message, Header.TAG).item() == before["tag"].item()
+    assert header(message, Header.FLAGS).item() == Fault.CORRUPT | 5 << 8
+    assert words_sum(message).item() == 0
+    assert same_bits(bed["message"][HEADER_BYTES:], before["message"][HEADER_BYTES:])
     assert bed["decision"][Decision.SKIP] == 1
 
 
