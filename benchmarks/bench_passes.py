@@ -12,8 +12,7 @@ from torch import Tensor
 
 from onebit_triton.kernels.backends import load_passes
 from onebit_triton.kernels.planes_reference import header, planes
-from onebit_triton.kernels.tables import Header
-from onebit_triton.kernels.tables import TensorTable
+from onebit_triton.kernels.tables import Header, TensorTable
 
 from .conftest import Record
 from .counting import NAMES, count_launches, count_operations, pass_bytes, record_passes

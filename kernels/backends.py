@@ -15,7 +15,7 @@ from .updates import compressed_update, lamb_update
 
 PASSES = {
     "gradients": ("flatten_gradients", "gradient_norms"),
-    "decision": ("decide_averaged", "clip_local", "sum_words", "decide_exchanged", "accept_returned"),
+    "decision": ("decide_averaged", "clip_local", "decide_exchanged", "accept_returned"),
     "lamb": ("lamb_moments", "trust_ratio", "lamb_apply"),
     "momentum": ("compress_momentum", "seal_worker", "undo_momentum"),
     "server": ("reduce_chunk", "seal_server"),

@@ -57,17 +57,16 @@ def declared(name: str, ranks: int = 1, param: int = 4, grad: int = 4, momentum:
         "gradient_norms": Traffic(grad, 0, 0, 4),
         "decide_averaged": Traffic(block_read=4),
         "clip_local": Traffic(),
-        "sum_words": Traffic(BIT),
         "decide_exchanged": Traffic(),
         "accept_returned": Traffic(),
         "lamb_moments": Traffic(grad + 12, 8, 0, 8),
         "trust_ratio": Traffic(block_read=8),
         "lamb_apply": Traffic(12, 4 + copy),
         "compress_momentum": Traffic(grad + 4 + old, 4 + BIT, 0, 8),
-        "seal_worker": Traffic(BIT, block_read=8 * ranks),
+        "seal_worker": Traffic(block_read=8 * ranks),
         "undo_momentum": Traffic(),  # unless the step is skipped
         "reduce_chunk": Traffic(BIT + 4 * served, (4 + BIT) * served, 0, 4 * served),
-        "seal_server": Traffic(BIT * served, block_read=4 * served),
+        "seal_server": Traffic(block_read=4 * served),
         "fresh_variance": {
             "bits": Traffic(2 * BIT + 12, 4 + BIT, 0, 12),
             "dense": Traffic(BIT + 16, 4 + BIT, 0, 12),
@@ -81,8 +80,8 @@ def declared(name: str, ranks: int = 1, param: int = 4, grad: int = 4, momentum:
 STEPS = {
     "warmup": ("gradient_norms", "decide_averaged", "lamb_moments", "trust_ratio", "lamb_apply"),
     "compression": (
-        "compress_momentum", "seal_worker", "sum_words", "decide_exchanged", "reduce_chunk", "seal_server", "sum_words",
-        "accept_returned", "fresh_variance", "soft_threshold_rate", "compressed_apply", "undo_momentum",
+        "compress_momentum", "seal_worker", "decide_exchanged", "reduce_chunk", "seal_server", "accept_returned",
+        "fresh_variance", "soft_threshold_rate", "compressed_apply", "undo_momentum",
     ),
     "uncompressed": (
         "gradient_norms", "decide_averaged", "fresh_variance", "soft_threshold_rate", "compressed_apply",

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tables import HEADER_BYTES, Clip, Decision, Header, Hyper, Rate, Stamp, TensorTable
+from .tables import HEADER_BYTES, SAMPLES, Clip, Decision, Header, Hyper, Rate, Stamp, TensorTable
 
 LR = tl.constexpr(int(Hyper.LR))
 BETA1 = tl.constexpr(int(Hyper.BETA1))
@@ -57,6 +57,8 @@ FAULT = tl.constexpr(int(Decision.FAULT))
 DAMAGED = tl.constexpr(int(Decision.DAMAGED))
 GRAD_SCALE = tl.constexpr(int(Clip.GRAD_SCALE))
 HEADER = tl.constexpr(HEADER_BYTES)
+HEADER_WORDS = tl.constexpr(len(Header))
+SAMPLED = tl.constexpr(SAMPLES)
 SCALE_WORD = tl.constexpr(int(Header.SCALE))
 FLAGS_WORD = tl.constexpr(int(Header.FLAGS))
 SQUARES_WORD = tl.constexpr(int(Header.SQUARES))
@@ -278,23 +280,25 @@ def max_range(values_ptr, start, stop, TILE: tl.constexpr):
 
 
 @triton.jit
-def sum_int32(words_ptr, start, stop, TILE: tl.constexpr):
-    """Sum of int32 words[start:stop] in int64, of which the lower half counts: the interpreter refuses to wrap."""
-    lane = tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.int32)
-    for at in range(start, stop, TILE):
-        total += tl.load(words_ptr + at + lane, mask=at + lane < stop, other=0)
-    return tl.sum(total.to(tl.int64))
+def checked_words(words):
+    """Which words of a message of so many words its check covers: the header, and some of the planes; int64."""
+    lane = tl.arange(0, HEADER_WORDS + SAMPLED).to(tl.int64)
+    of_planes = (lane - HEADER_WORDS) * (words - HEADER_WORDS - 1) // (SAMPLED - 1) + HEADER_WORDS
+    return tl.where(lane < HEADER_WORDS, lane, of_planes)
 
 
 @triton.jit
-def seal(message, scale, flags, squares, tag_ptr, stamp_ptr, decision_ptr, words, TILE: tl.constexpr):
-    """Write the header of a message of so many words, whose planes are there."""
+def seal(message, scale, flags, squares, tag_ptr, stamp_ptr, decision_ptr, words):
+    """Write the header of a message of so many words, whose planes are there.
+
+    Sums are in int64, of which the lower half counts: the interpreter refuses to wrap.
+    """
     to = message.to(tl.pointer_type(tl.int32))
     scale_bits, square_bits = scale.to(tl.int32, bitcast=True), squares.to(tl.int32, bitcast=True)
     tag, settings, sender = tl.load(tag_ptr), tl.load(stamp_ptr + _SETTINGS), tl.load(stamp_ptr + _SENDER)
     step = tl.load(decision_ptr + COUNTED) + tl.load(decision_ptr + SKIPPED)
-    planes = sum_int32(to, HEADER // 4, words, TILE)
+    checked = checked_words(words)
+    planes = tl.sum(tl.load(to + checked, mask=checked >= HEADER_WORDS, other=0).to(tl.int64))
     tl.store(to + SCALE_WORD, scale_bits)
     tl.store(to + FLAGS_WORD, flags)
     tl.store(to + SQUARES_WORD, square_bits)

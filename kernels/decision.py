@@ -25,9 +25,9 @@ from .common import (
     SQUARES_WORD,
     STEP_WORD,
     TAG_WORD,
+    checked_words,
     kernel,
     require,
-    sum_int32,
     sum_range,
 )
 from .tables import NORM_RTOL, RHO_DECAY, SERVER_RANK_SHIFT, Clip, Decision, Fault, Roll
@@ -138,16 +138,16 @@ def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: t
     tl.store(clip_ptr + GRAD_SCALE, tl.where(scale < 1.0, scale, 1.0) * tl.load(clip_ptr + _UNSCALE))
 
 
-@kernel
-def _sum_words_kernel(messages_ptr, sums_ptr, message_bytes, TILE: tl.constexpr):
-    message = tl.program_id(0).to(tl.int64)
-    words = (messages_ptr + message * message_bytes).to(tl.pointer_type(tl.int32))
-    tl.store(sums_ptr + message, sum_int32(words, 0, message_bytes // 4, TILE).to(tl.int32))
+@triton.jit
+def _check_sum(messages, words, known):
+    """Sum of the words that the check covers, for each of several messages of so many words; 0 if it is intact."""
+    checked = messages[:, None] + checked_words(words)[None, :]
+    return tl.sum(tl.load(checked, mask=known[:, None], other=0).to(tl.int64), axis=1).to(tl.int32)
 
 
 @kernel
 def _decide_exchanged_kernel(
-    received_ptr, headers_ptr, sums_ptr, decision_ptr, buckets, RANKS: tl.constexpr, TILE: tl.constexpr
+    received_ptr, headers_ptr, message_words_ptr, decision_ptr, buckets, RANKS: tl.constexpr, TILE: tl.constexpr
 ):
     rank = tl.arange(0, TILE)
     known = rank < RANKS
@@ -166,7 +166,7 @@ def _decide_exchanged_kernel(
         found |= tl.where(steps != tl.load(first + STEP_WORD), _STEP, 0)
         found |= tl.where(settings != tl.load(first + SETTINGS_WORD), _SETTINGS, 0)
         alien = tl.load(words + SENDER_WORD, mask=known, other=0) != rank
-        alien |= tl.load(sums_ptr + bucket * RANKS + rank, mask=known, other=0) != 0
+        alien |= _check_sum(words, tl.load(message_words_ptr + bucket), known) != 0
         faults |= tl.where(known, tl.where(alien, _CORRUPT, found), 0)
         square_bits = tl.load(words + SQUARES_WORD, mask=known, other=0)
         squares = square_bits.to(tl.float32, bitcast=True)
@@ -187,7 +187,7 @@ def _decide_exchanged_kernel(
 
 @kernel
 def _accept_returned_kernel(
-    messages_ptr, sums_ptr, tag_ptr, decision_ptr, message_bytes, FIRST: tl.constexpr, RANKS: tl.constexpr,
+    messages_ptr, tag_ptr, decision_ptr, message_bytes, FIRST: tl.constexpr, RANKS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     rank = tl.arange(0, TILE)
@@ -196,7 +196,7 @@ def _accept_returned_kernel(
     step = tl.load(decision_ptr + COUNTED) + tl.load(decision_ptr + SKIPPED)
     if not FIRST:
         step -= 1
-    broken = tl.load(sums_ptr + rank, mask=known, other=0) != 0
+    broken = _check_sum(words, message_bytes // 4, known) != 0
     broken |= tl.load(words + TAG_WORD, mask=known, other=0) != tl.load(tag_ptr)
     broken |= tl.load(words + SENDER_WORD, mask=known, other=0) != rank
     broken |= tl.load(words + STEP_WORD, mask=known, other=0) != step
@@ -252,19 +252,7 @@ def clip_local(local_squares: Tensor, clip: Tensor) -> None:
     _clip_local_kernel[(1,)](local_squares, clip, local_squares.numel(), REDUCE_TILE, **_ONE_WARP)
 
 
-def sum_words(messages: Tensor, sums: Tensor) -> None:
-    """Sum all words of each message, wrapping: 0 where nothing was changed on the way.
-
-    Args:
-        messages: uint8 [ranks, message bytes], headers included.
-        sums: int32 [ranks], overwritten.
-    """
-    ranks, message_bytes = messages.shape
-    require("sums", sums, torch.int32, ranks, messages.device)
-    _sum_words_kernel[(ranks,)](messages, sums, message_bytes, REDUCE_TILE, num_warps=4, enable_fp_fusion=False)
-
-
-def decide_exchanged(received: Tensor, headers: Tensor, sums: Tensor, decision: Tensor) -> None:
+def decide_exchanged(received: Tensor, headers: Tensor, message_words: Tensor, decision: Tensor) -> None:
     """Decide a compressed step from the headers of all received messages: one flag on one rank skips it everywhere.
 
     What ranks must agree on is compared with rank 0's, so that all ranks find the same. Only a corrupted message is
@@ -273,18 +261,19 @@ def decide_exchanged(received: Tensor, headers: Tensor, sums: Tensor, decision: 
     Args:
         received: uint8, the received messages of all buckets.
         headers: int64 [buckets, ranks], where in `received` each message starts.
-        sums: int32 [buckets, ranks], from `sum_words`.
+        message_words: int32 [buckets], 32-bit words of a message.
         decision: int32 [len(Decision)]: SKIP, FAULT, BAD_RANK, EQUAL and ONE_NORM are updated.
     """
     require("decision", decision, torch.int32, len(Decision), received.device)
     buckets, ranks = headers.shape
-    require("sums", sums, torch.int32, buckets * ranks, received.device)
+    require("message_words", message_words, torch.int32, buckets, received.device)
     _decide_exchanged_kernel[(1,)](
-        received, headers, sums, decision, buckets, ranks, triton.next_power_of_2(ranks), **_ONE_WARP
-    )
+        received, headers, message_words, decision, buckets, ranks, triton.next_power_of_2(ranks),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def accept_returned(messages: Tensor, sums: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
+def accept_returned(messages: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
     """Check what servers sent back for one bucket, and with the first bucket settle the step by what they report.
 
     If a message is not what its server sent, this rank skips this bucket and those after it, and tells the others in
@@ -292,15 +281,14 @@ def accept_returned(messages: Tensor, sums: Tensor, tag: Tensor, decision: Tenso
 
     Args:
         messages: uint8 [ranks, message bytes], message r from server r.
-        sums: int32 [ranks], from `sum_words`.
         tag: int32 [1], the bucket's layout tag.
         decision: int32 [len(Decision)], updated.
         first: whether it is the first bucket of the step.
     """
     ranks, message_bytes = messages.shape
     require("decision", decision, torch.int32, len(Decision), messages.device)
-    require("sums", sums, torch.int32, ranks, messages.device)
     require("tag", tag, torch.int32, 1, messages.device)
     _accept_returned_kernel[(1,)](
-        messages, sums, tag, decision, message_bytes, first, ranks, triton.next_power_of_2(ranks), **_ONE_WARP
-    )
+        messages, tag, decision, message_bytes, first, ranks, triton.next_power_of_2(ranks),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .planes_reference import header, words_sum
+from .planes_reference import check_sum, checked_words, header
 from .tables import NORM_RTOL, RHO_DECAY, SERVER_RANK_SHIFT, Clip, Decision, Fault, Header, Roll
 
 FATAL = ~int(Fault.NONFINITE)
@@ -67,12 +67,7 @@ def clip_local_reference(local_squares: Tensor, clip: Tensor) -> None:
     clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, torch.ones_like(scale)) * clip[Clip.UNSCALE]
 
 
-def sum_words_reference(messages: Tensor, sums: Tensor) -> None:
-    """Twin of `sum_words`."""
-    sums.copy_(words_sum(messages))
-
-
-def decide_exchanged_reference(received: Tensor, headers: Tensor, sums: Tensor, decision: Tensor) -> None:
+def decide_exchanged_reference(received: Tensor, headers: Tensor, message_words: Tensor, decision: Tensor) -> None:
     """Twin of `decide_exchanged`."""
     words = received.view(torch.int32)
     at = headers // 4
@@ -88,7 +83,8 @@ def decide_exchanged_reference(received: Tensor, headers: Tensor, sums: Tensor, 
         (Fault.SETTINGS, unlike(Header.SETTINGS)),
     ):
         faults = faults | found.to(torch.int32) * int(kind)
-    corrupt = (sums != 0) | (words[at + Header.SENDER] != ranks)
+    checked = words[at.unsqueeze(2) + checked_words(message_words).unsqueeze(1)]
+    corrupt = (checked.sum(2, dtype=torch.int32) != 0) | (words[at + Header.SENDER] != ranks)
     faults = torch.where(corrupt, int(Fault.CORRUPT), faults)
     of_rank = torch.zeros_like(ranks)
     for bucket in faults.unbind(0):
@@ -105,11 +101,11 @@ def decide_exchanged_reference(received: Tensor, headers: Tensor, sums: Tensor, 
     decision[Decision.ONE_NORM] = (decision[Decision.ONE_NORM] + 1) * one_norm.to(torch.int32)
 
 
-def accept_returned_reference(messages: Tensor, sums: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
+def accept_returned_reference(messages: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
     """Twin of `accept_returned`."""
     ranks = torch.arange(messages.shape[0], dtype=torch.int32, device=messages.device)
     intact = (
-        (sums == 0)
+        (check_sum(messages) == 0)
         & (header(messages, Header.TAG) == tag)
         & (header(messages, Header.SENDER) == ranks)
         & (header(messages, Header.STEP) == decision[Decision.COUNTED] + decision[Decision.SKIPPED] - int(not first))

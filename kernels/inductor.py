@@ -411,8 +411,7 @@ class InductorPasses:
         self._plane_dtype = PLANE_DTYPE[device.type]
         self._scratch: dict[str, Tensor] = {}
         for name in (
-            "seal_worker", "seal_server", "decide_averaged", "clip_local", "sum_words", "decide_exchanged",
-            "accept_returned",
+            "seal_worker", "seal_server", "decide_averaged", "clip_local", "decide_exchanged", "accept_returned",
         ):  # fmt: skip
             setattr(self, name, getattr(twins, name))
 

@@ -109,7 +109,7 @@ def _seal_worker_kernel(
     flags = tl.where(finite, 0, _NONFINITE) | tl.load(decision_ptr + DAMAGED)
     seal(
         messages_ptr + message * message_bytes, scale, flags, g_squares, tag_ptr, stamp_ptr, decision_ptr,
-        message_bytes // 4, TILE,
+        message_bytes // 4,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tables import HEADER_BYTES, Header
+from .tables import HEADER_BYTES, SAMPLES, Header
 
 
 def header(messages: Tensor, field: int) -> Tensor:
@@ -23,16 +23,26 @@ def planes(messages: Tensor) -> Tensor:
     return messages[:, HEADER_BYTES:]
 
 
-def words_sum(messages: Tensor) -> Tensor:
-    """Sum of all words of each message [n, bytes], int32 [n], wrapping."""
-    return messages.view(torch.int32).sum(1, dtype=torch.int32)
+def checked_words(message_words: Tensor) -> Tensor:
+    """Which words of messages of so many words, int32 [m], their check covers: int64 [m, len(Header) + SAMPLES]."""
+    sample = torch.arange(SAMPLES, device=message_words.device)
+    of_planes = sample * (message_words.unsqueeze(1) - len(Header) - 1) // (SAMPLES - 1) + len(Header)
+    of_header = torch.arange(len(Header), device=message_words.device).expand(len(message_words), -1)
+    return torch.cat((of_header, of_planes), 1)
+
+
+def check_sum(messages: Tensor) -> Tensor:
+    """Sum of the words that the check covers, of each message [n, bytes]; int32 [n], wrapping; 0 if it is intact."""
+    words = messages.view(torch.int32)
+    size = torch.full((1,), words.shape[1], dtype=torch.int32, device=messages.device)
+    return words.index_select(1, checked_words(size)[0]).sum(1, dtype=torch.int32)
 
 
 def balance(messages: Tensor) -> None:
-    """Make the words of each message [n, bytes] add up to 0."""
+    """Make each message [n, bytes] pass its check."""
     check = header(messages, Header.CHECK)
     check.zero_()
-    check.copy_(-words_sum(messages))
+    check.copy_(-check_sum(messages))
 
 
 def pack_planes(x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -81,7 +81,7 @@ def _seal_server_kernel(
     report = tl.load(decision_ptr + FAULT) | (tl.load(decision_ptr + BAD_RANK) << _SHIFT)
     seal(
         message_ptr, scale, tl.where(skip, report, 0), tl.full([], 0.0, tl.float32), tag_ptr, stamp_ptr, decision_ptr,
-        message_bytes // 4, TILE,
+        message_bytes // 4,
     )  # fmt: skip
 
 

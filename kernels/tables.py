@@ -24,10 +24,13 @@ class Header(IntEnum):
     STEP = 4  # steps taken before this one, skipped ones included
     SETTINGS = 5  # fingerprint of the hyperparameters
     SENDER = 6
-    CHECK = 7  # minus the sum of all other words of the message: all of them add up to 0
+    CHECK = 7  # minus the sum of the header's other words and of SAMPLES words of the planes: they add up to 0
 
 
 HEADER_BYTES = 4 * len(Header)
+
+SAMPLES = 56
+"""Words of a message's planes, spread evenly from the first to the last, that take part in its check."""
 
 
 class Fault(IntFlag):

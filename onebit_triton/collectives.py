@@ -239,7 +239,7 @@ class CompressedAllReduce:
         server: uint8 [message bytes] per bucket, this rank's chunk for everybody.
         received_flat: uint8, all buckets' `received`.
         headers: int64 [buckets, ranks], where in `received_flat` each message starts.
-        sums: int32 [buckets, ranks], sums of the words of `received`; returned_sums: int32 [ranks], of `messages`.
+        message_words: int32 [buckets], words of a message.
         tags: int32 [buckets].
     """
 
@@ -266,8 +266,7 @@ class CompressedAllReduce:
         self.server = [torch.zeros(size, dtype=torch.uint8, device=device) for size in message_bytes]
         offsets = [[start + r * size for r in range(ranks)] for start, size in zip(starts, message_bytes, strict=True)]
         self.headers = torch.tensor(offsets, dtype=torch.int64).view(-1, ranks).to(device)
-        self.sums = torch.zeros(len(starts), ranks, dtype=torch.int32, device=device)
-        self.returned_sums = torch.zeros(ranks, dtype=torch.int32, device=device)
+        self.message_words = torch.tensor([size // 4 for size in message_bytes], dtype=torch.int32).to(device)
         tags = [(tag + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(len(message_bytes))]
         self.tags = torch.tensor(tags, dtype=torch.int32).to(device)
 

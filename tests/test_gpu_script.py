@@ -94,7 +94,7 @@ def test_wrong_pass_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_pass_that_rounds_has_a_formula() -> None:
-    assert set(FORMULAS) == NAMES - {"sum_words", "decide_exchanged", "accept_returned"}
+    assert set(FORMULAS) == NAMES - {"decide_exchanged", "accept_returned"}
 
 
 def test_shapes_are_those_of_bert_large() -> None:

@@ -40,7 +40,7 @@ def _pass_for_others(messages: Tensor) -> None:
 class Loopback(Communicator):
     """Rank 0 of n, without the others.
 
-    Message r arrives from rank r as this rank sent it to rank r, so that messages differ, under rank r's name; what the other ranks would
+    Message r arrives under rank r's name as this rank sent it to rank r, so that messages differ; what others would
     gather stays as it was, which is this rank's own message to them; a sum is n times the summand.
     """
 

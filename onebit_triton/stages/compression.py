@@ -55,9 +55,10 @@ class Compression:
                 )  # fmt: skip
                 sent.append(exchange.send_to_servers(i))
         with phase("wait for workers"):
-            self._wait_for_workers(sent)
+            for work in sent:
+                work.wait()
         with phase("decide"):
-            passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.sums, decision)
+            passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.message_words, decision)
         returned = []
         with phase("serve"):
             for i, bucket in enumerate(replica.buckets):
@@ -97,8 +98,9 @@ class Compression:
             stamp_headers(exchange.messages[i], exchange.tags[i : i + 1], replica.stamp, replica.decision)
             balance(exchange.messages[i])
             sent.append(exchange.send_to_servers(i))
-        self._wait_for_workers(sent)
-        passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.sums, replica.decision)
+        for work in sent:
+            work.wait()
+        passes.decide_exchanged(exchange.received_flat, exchange.headers, exchange.message_words, replica.decision)
         returned = []
         for i, bucket in enumerate(replica.buckets):
             passes.seal_server(
@@ -109,21 +111,13 @@ class Compression:
         for i, work in enumerate(returned):
             self._wait_for_servers(i, work)
 
-    def _wait_for_workers(self, sent: list[Work]) -> None:
-        """Wait for every worker's messages, and sum their words."""
-        for i, work in enumerate(sent):
-            work.wait()
-            self._replica.passes.sum_words(self.exchange.received[i], self.exchange.sums[i])
-
     def _wait_for_servers(self, bucket: int, work: Work) -> None:
         """Wait for what servers send back for a bucket, and check it."""
-        exchange, passes = self.exchange, self._replica.passes
+        exchange, decision = self.exchange, self._replica.decision
         work.wait()
-        passes.sum_words(exchange.messages[bucket], exchange.returned_sums)
-        passes.accept_returned(
-            exchange.messages[bucket], exchange.returned_sums, exchange.tags[bucket : bucket + 1],
-            self._replica.decision, bucket == 0,
-        )  # fmt: skip
+        self._replica.passes.accept_returned(
+            exchange.messages[bucket], exchange.tags[bucket : bucket + 1], decision, bucket == 0
+        )
 
     def _drop_dense_momentum(self) -> None:
         """Free the dense momentum once a compressed step has been taken: from then on it is bits.

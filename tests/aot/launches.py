@@ -191,7 +191,7 @@ def arguments(name: str, setting: Setting) -> dict[str, Any]:
         },
         "message": torch.empty(message_bytes, dtype=torch.uint8),
         "headers": torch.empty(3, ranks, dtype=torch.int64),
-        "sums": torch.empty(3 if name == "decide_exchanged" else 1, ranks, dtype=torch.int32),
+        "message_words": torch.empty(3, dtype=torch.int32),
         "stamp": torch.empty(len(Stamp), dtype=torch.int32),
         "roll": torch.empty(ranks, len(Roll)),
         "tag": part(1, dtype=torch.int32),

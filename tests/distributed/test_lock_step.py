@@ -120,8 +120,12 @@ def differ_under_ddp(rank: int, ranks: int, at: int, leave_out: bool) -> tuple[s
     return str(raised.value), calls
 
 
-@pytest.mark.parametrize("at", [2, 6], ids=["warmup", "compression"])
-@pytest.mark.parametrize("leave_out", [False, True], ids=["lr", "a step left out"])
+@pytest.mark.parametrize(
+    ("at", "leave_out"),
+    # In compression a step that was left out cannot be told from a late one: ranks meet in the next exchange.
+    [(2, False), (2, True), (6, False)],
+    ids=["lr in warmup", "a step left out in warmup", "lr in compression"],
+)
 def test_ranks_that_differ_under_ddp_are_named(ranks: RankPool, at: int, leave_out: bool) -> None:
     for told, calls in ranks(3, differ_under_ddp, at, leave_out):
         assert calls == [1] * min(at, FREEZE_STEP) + [0] * (at - FREEZE_STEP), "agreeing takes no collective of its own"

@@ -11,6 +11,7 @@ import torch
 
 from onebit_triton import OneBitLamb
 from onebit_triton.collectives import Communicator, CompressedAllReduce
+from onebit_triton.kernels.tables import HEADER_BYTES
 
 from ..ranks import RankPool
 from ..training import gradients, parameters, set_gradients
@@ -65,7 +66,7 @@ def test_compressed_step_sends_the_formula(ranks: RankPool, n: int) -> None:
     elements = 1024 * 1024
     for seen in ranks(n, count_step, elements):
         for step in (2, 3):
-            messages = 2 * (n - 1) * 16
+            messages = 2 * (n - 1) * HEADER_BYTES
             assert seen[f"counted{step}"] == 2 * (n - 1) * elements // n // 8 + messages
             # gloo adds a few dozen bytes to each of its messages
             assert seen[f"counted{step}"] <= seen[f"written{step}"] <= 1.05 * seen[f"counted{step}"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onebit_triton.buckets import BucketLayout, block_map, plan_layout
 from onebit_triton.kernels.backends import Passes, load_passes
-from onebit_triton.kernels.planes_reference import balance, header, planes, words_sum
+from onebit_triton.kernels.planes_reference import balance, check_sum, header, planes
 from onebit_triton.kernels.tables import HEADER_BYTES, Clip, Decision, Header, Hyper, Rate, Roll, Stamp, TensorTable
 
 CPU = torch.device("cpu")
@@ -433,7 +433,7 @@ def assert_near(name: str, kernel: Tensor, twin: Tensor) -> None:
     if kernel.dtype == torch.uint8:
         kernel, twin = kernel.view(-1, kernel.shape[-1]).clone(), twin.view(-1, twin.shape[-1]).clone()
         for messages in (kernel, twin):
-            assert not words_sum(messages).any()
+            assert not check_sum(messages).any()
             header(messages, Header.CHECK).zero_()
         for field in (Header.SCALE, Header.SQUARES):
             assert_near(f"header {field} of {name}", header(kernel, field), header(twin, field))

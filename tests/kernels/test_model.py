@@ -189,7 +189,7 @@ class Ranks:
     def compressed_step(self, dense: bool) -> None:
         passes, beds, head = self.passes, self.beds, self.head
         local = self.local_squares()
-        sums = torch.zeros(len(beds), dtype=torch.int32)
+        words = torch.tensor([head["message"].numel() // 4], dtype=torch.int32)
         for rank, bed in enumerate(beds):
             passes.clip_local(local, bed["clip"])
             passes.compress_momentum(
@@ -204,8 +204,7 @@ class Ranks:
             for source, sender in enumerate(beds):
                 bed["received"][source] = sender["new"][rank]
             starts = torch.arange(len(beds)).view(1, -1) * bed["message"].numel()
-            passes.sum_words(bed["received"], sums)
-            passes.decide_exchanged(bed["received"].view(-1), starts, sums, bed["decision"])
+            passes.decide_exchanged(bed["received"].view(-1), starts, words, bed["decision"])
             passes.reduce_chunk(
                 bed["received"], bed["y"], bed["y_scale"], bed["decision"], bed["message"], bed["chunk_partials"],
                 bed.case.block,
@@ -216,8 +215,7 @@ class Ranks:
             )  # fmt: skip
         head["new"].copy_(torch.stack([bed["message"] for bed in beds]))
         for bed in beds:
-            passes.sum_words(head["new"], sums)
-            passes.accept_returned(head["new"], sums, bed["tag"], bed["decision"], True)
+            passes.accept_returned(head["new"], bed["tag"], bed["decision"], True)
             assert not bed["decision"][[Decision.SKIP, Decision.FAULT, Decision.DAMAGED]].any()
         passes.fresh_variance(
             head.params, None, head.blocks, head["old"], head["new"], head["exp_avg"] if dense else None,

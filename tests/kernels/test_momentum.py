@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebit_triton.kernels.backends import Passes
-from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero, words_sum
+from onebit_triton.kernels.planes_reference import check_sum, header, lazy_error, masked_zero
 from onebit_triton.kernels.tables import Clip, Decision, Fault, Header, Hyper, Rate
 
 from .bed import (
@@ -203,7 +203,7 @@ def test_seal_agrees(case: Case) -> None:
         assert header(sealed["new"], Header.STEP).tolist() == [step] * case.ranks
         assert header(sealed["new"], Header.SENDER).tolist() == [1] * case.ranks
         assert header(sealed["new"], Header.SETTINGS).tolist() == [0x7654321] * case.ranks
-        assert words_sum(sealed["new"]).tolist() == [0] * case.ranks
+        assert check_sum(sealed["new"]).tolist() == [0] * case.ranks
         assert same_bits(sealed["new:planes"], bed["new:planes"])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onebit_triton.kernels.backends import Passes
-from onebit_triton.kernels.planes_reference import header, lazy_error, masked_zero, words_sum
+from onebit_triton.kernels.planes_reference import check_sum, header, lazy_error, masked_zero
 from onebit_triton.kernels.tables import HEADER_BYTES, Decision, Fault, Header
 
 from .bed import (
@@ -170,7 +170,7 @@ def test_skipped_step_is_sealed_with_the_old_scale(passes: Passes) -> None:
     assert same_bits(header(message, 0), before["y_scale"])
     assert header(message, Header.TAG).item() == before["tag"].item()
     assert header(message, Header.FLAGS).item() == Fault.CORRUPT | 5 << 8
-    assert words_sum(message).item() == 0
+    assert check_sum(message).item() == 0
     assert same_bits(bed["message"][HEADER_BYTES:], before["message"][HEADER_BYTES:])
     assert bed["decision"][Decision.SKIP] == 1
 
