@@ -11,7 +11,7 @@ import torch
 
 from onebit_triton import OneBitLamb
 from onebit_triton.collectives import Communicator, CompressedAllReduce
-from onebit_triton.kernels.tables import HEADER_BYTES
+from onebit_triton.kernels.tables import HEADER_BYTES, Roll
 
 from ..ranks import RankPool
 from ..training import gradients, parameters, set_gradients
@@ -70,7 +70,7 @@ def test_compressed_step_sends_the_formula(ranks: RankPool, n: int) -> None:
             assert seen[f"counted{step}"] == 2 * (n - 1) * elements // n // 8 + messages
             # gloo adds a few dozen bytes to each of its messages
             assert seen[f"counted{step}"] <= seen[f"written{step}"] <= 1.05 * seen[f"counted{step}"]
-        assert seen["counted1"] == 2 * (n - 1) * elements * 4 // n
+        assert seen["counted1"] == 2 * (n - 1) * (elements + n * len(Roll)) * 4 // n
         assert seen["written1"] == pytest.approx(seen["counted1"], rel=0.05)
 
 
