@@ -303,24 +303,26 @@ class Model:
         count = np.bincount(where, self.part)
         return np.sqrt(np.bincount(where, x * x) / np.maximum(count, 1))[where]
 
-    def quantized(self, name: str, x: Array, scale: Array, size: Array) -> tuple[Array, Array]:
-        """Plus or minus the scale, and the error that is left; signs of what rounds to 0 are those that were seen."""
+    def quantized(self, name: str, x: Array, size: Array, where: Array) -> tuple[Array, Array, Array]:
+        """Plus or minus the scale, and the error that is left; signs of what rounds to 0 are those that were seen.
+
+        Also returns the size of what the scale was computed from: it may be far larger where a chunk has few elements.
+        """
         part = self.part
+        scale, doubt = (np.reshape([self.scale(row, where) for row in np.atleast_2d(of)], x.shape) for of in (x, size))
         q = np.where(x >= 0, scale, -scale)
         error, other = (np.where(part, x - sent, 0.0) for sent in (q, -q))
-        error = self.settle(name, error, size + scale, True, other)
-        return np.where(part, np.where(x - error >= 0, scale, -scale), 0.0), error
+        error = self.settle(name, error, size + scale + doubt, True, other)
+        return np.where(part, np.where(x - error >= 0, scale, -scale), 0.0), error, doubt
 
     def _exchange(self, local: Array) -> None:
         """Send everybody's momentum as signs, add them up on the servers, and send that as signs."""
         x, size = self.compensated(local)
-        S = np.stack([self.scale(row, self.bucket) for row in x])
-        q, self.e = self.quantized("worker_error", x, S, size)
+        q, self.e, doubt = self.quantized("worker_error", x, size, self.bucket)
         y = self.serve(q)
-        size = np.abs(q).mean(0) + np.abs(self.E)
-        T = self.scale(y, self.chunk)
-        Q, self.E = self.quantized("server_error", y, T, size)
-        self.m = self.settle("exp_avg", Q / self.of(self.s), 0)
+        size = (np.abs(q) + doubt).mean(0) + np.abs(self.E)
+        Q, self.E, doubt = self.quantized("server_error", y, np.where(self.part, size, 0.0), self.chunk)
+        self.m = self.settle("exp_avg", Q / self.of(self.s), doubt / self.of(self.s))
 
     def serve(self, q: Array) -> Array:
         return q.mean(0) + self.E
