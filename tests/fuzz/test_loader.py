@@ -86,7 +86,7 @@ def load(optimizer: OneBitLamb, state: Any) -> None:
     optimizer.load_state_dict(state)
 
 
-@settings(max_examples=2 * EXAMPLES)
+@settings(max_examples=EXAMPLES)
 @given(st.sampled_from(sorted(STAGES)), st.integers(0, 5), mutations())
 def test_states(saved: dict[str, Any], stage: str, at: int, changes: list[Mutation]) -> None:
     params, optimizer = build()
@@ -200,7 +200,7 @@ def load_on_ranks(rank: int, ranks: int, cases: list[Case]) -> list[str]:
     return reasons
 
 
-@settings(max_examples=max(1, EXAMPLES // 12))
+@settings(max_examples=max(1, EXAMPLES // 20))
 @given(
     st.lists(
         st.tuples(
