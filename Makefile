@@ -11,15 +11,19 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 NETWORK_ARGS ?=
+FUZZ_ARGS ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
 # Two pips in one environment would race.
 .NOTPARALLEL:
-.PHONY: help demo test lint bench network clean
+.PHONY: help demo test fuzz soak lint bench network clean
 
 help:
 	@echo "make demo   run examples/demo.py; results in out/demo/ (DEMO_ARGS='--steps 100')"
 	@echo "make test   run the tests (PYTEST_ARGS='-k name')"
+	@echo "make fuzz   thousands of random cases against the formulas, and broken checkpoints (FUZZ_ARGS='-k steps')"
+	@echo "make soak   train for long, disturbed, and watch memory, replicas and loss (SOAK_ARGS='--steps 30000')"
 	@echo "make lint   ruff, mypy and import-linter"
 	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name'); results in out/"
 	@echo "make network  train over emulated slow links, as root (NETWORK_ARGS='--rates 100mbit'); results in out/network/"
@@ -30,6 +34,12 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) tests/fuzz --hypothesis-profile fuzz --timeout 14400 $(FUZZ_ARGS)
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

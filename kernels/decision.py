@@ -135,7 +135,8 @@ def _clip_local_kernel(local_squares_ptr, clip_ptr, RANKS: tl.constexpr, TILE: t
     weight = tl.load(clip_ptr + _RHO_WEIGHT)
     rho = tl.where(weight > 0, tl.div_rn(tl.load(clip_ptr + _RHO), weight), 1.0)
     scale = tl.div_rn(tl.load(clip_ptr + _MAX_NORM) * rho, norm)
-    tl.store(clip_ptr + GRAD_SCALE, tl.where(scale < 1.0, scale, 1.0) * tl.load(clip_ptr + _UNSCALE))
+    usable = (scale > 0.0) & (scale < 1.0)  # 0 where the norm is inf: it would hide what made it so
+    tl.store(clip_ptr + GRAD_SCALE, tl.where(usable, scale, 1.0) * tl.load(clip_ptr + _UNSCALE))
 
 
 @triton.jit

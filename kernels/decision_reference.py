@@ -64,7 +64,8 @@ def clip_local_reference(local_squares: Tensor, clip: Tensor) -> None:
     norm = (local_squares.sum() / local_squares.numel()).sqrt()
     rho = torch.where(clip[Clip.RHO_WEIGHT] > 0, clip[Clip.RHO] / clip[Clip.RHO_WEIGHT], torch.ones_like(norm))
     scale = clip[Clip.MAX_NORM] * rho / norm
-    clip[Clip.GRAD_SCALE] = torch.where(scale < 1, scale, torch.ones_like(scale)) * clip[Clip.UNSCALE]
+    usable = (scale > 0) & (scale < 1)  # 0 where the norm is inf: it would hide what made it so
+    clip[Clip.GRAD_SCALE] = torch.where(usable, scale, torch.ones_like(scale)) * clip[Clip.UNSCALE]
 
 
 def decide_exchanged_reference(received: Tensor, headers: Tensor, message_words: Tensor, decision: Tensor) -> None:

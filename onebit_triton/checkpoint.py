@@ -7,6 +7,7 @@ were consolidated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -33,6 +34,19 @@ SCALARS = {
     "last_factor": Rate.FACTOR,
 }
 """Key in a parameter's state -> column of the layer table."""
+
+REPLICATED = frozenset((*SCALARS, "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "master"))
+"""Keys in a parameter's state that are the same on every rank."""
+
+CORRECTIONS = ("lamb_coeff_correction", "bias_correction1", "bias_correction2")
+"""Keys of 1 - beta^k: 0 before the first step, and never in compression."""
+
+POSITIVE = ("scaling_coeff", "last_factor")
+NOT_NEGATIVE = ("step", "exp_avg_sq", "lamb_coeff", *CORRECTIONS)
+"""Keys in a parameter's state whose values have a sign."""
+
+COUNT_LIMIT = 1 << 31
+"""Counts are int32 on the device."""
 
 
 @dataclass
@@ -67,6 +81,45 @@ class Progress:
     rho: float = 0.0
     rho_weight: float = 0.0
 
+    def check(self) -> None:
+        """Check that every entry has its type and is in its range, and that they fit together.
+
+        Raises:
+            ValueError: naming the entry, its value and the rule.
+        """
+        counts = ("calls", "warmup_base", "warmup_steps", "check_at", "counted", "skipped", "streak")
+        for key in ("version", "ranks", "rank", "layout", *counts):
+            value = getattr(self, key)
+            _check(key, value, "an integer", isinstance(value, int) and not isinstance(value, bool))
+        for key in counts:
+            value = getattr(self, key)
+            _check(key, value, f"from 0 to {COUNT_LIMIT - 1}", 0 <= value < COUNT_LIMIT)
+        for key in ("rho", "rho_weight"):
+            value = getattr(self, key)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            _check(key, value, "a finite number >= 0.0", number and 0.0 <= value < math.inf)
+        for key, allowed in (("stage", ("warmup", "compression")), ("errors", ("none", "own", "mean"))):
+            value = getattr(self, key)
+            _check(key, value, f"one of {', '.join(allowed)}", value in allowed)
+        _check("warmup_steps", self.warmup_steps, "at least 1", self.warmup_steps >= 1)
+        _check("counted", self.counted, f"at most calls={self.calls}", self.counted <= self.calls)
+        _check("skipped", self.skipped, f"at most calls={self.calls}", self.skipped <= self.calls)
+        _check("streak", self.streak, f"at most skipped={self.skipped}", self.streak <= self.skipped)
+        _check("ranks", self.ranks, "at least 1", self.ranks >= 1)
+        _check("rank", self.rank, f"from 0 to ranks={self.ranks} less 1", 0 <= self.rank < self.ranks)
+        missing = self.warmup_base + self.warmup_steps - self.counted
+        base = self.warmup_base
+        _check("warmup_base", base, f"at most counted={self.counted}", base <= self.counted)
+        if self.stage == "warmup":
+            rule = f"at most {self.calls + missing}, the call with which the warmup ends"
+            _check("check_at", self.check_at, rule, self.check_at <= max(self.calls, self.calls + missing))
+            _check("errors", self.errors, "none or mean in warmup", self.errors != "own")
+        else:
+            rule = "at least warmup_base + warmup_steps in compression"
+            _check("counted", self.counted, rule, missing <= 0)
+            rule = "own or mean in compression on several ranks"
+            _check("errors", self.errors, rule, self.errors != "none" or self.ranks == 1)
+
     def read_device(self, replica: Replica) -> None:
         """Fill in the counters that live on the device (synchronises)."""
         decision, clip = replica.decision.tolist(), replica.clip.tolist()
@@ -87,6 +140,18 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """Plain dict."""
         return asdict(self)
+
+
+def _check(key: str, value: object, rule: str, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"Invalid state_dict: {key} must be {rule}, got {value!r}.")
+
+
+def refusal(error: Exception) -> ValueError:
+    """What to raise for an error that reading a saved state raised."""
+    if isinstance(error, ValueError) and str(error).startswith("Invalid"):
+        return error
+    return ValueError(f"Invalid state_dict: must have torch's form, but reading it raised {error!r}.")
 
 
 def export_state(
@@ -146,13 +211,17 @@ def read_state(
         replica: where the state is to go.
 
     Raises:
-        ValueError: saying what does not fit; KeyError or TypeError if it has not even torch's form.
+        ValueError: saying what does not fit; or whatever reading raises if it has not even torch's form, see `refusal`.
     """
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"Invalid state_dict: must be a dict, got {type(state_dict).__name__}.")
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in param_groups]:
         raise ValueError("Invalid state_dict: must have as many groups and parameters as the optimizer.")
     progress = _read_progress(groups)
     saved_ids = _in_our_order(groups, param_groups, progress)
+    if len(set(saved_ids)) < len(saved_ids):
+        raise ValueError("Invalid state_dict: every parameter must have an entry of its own.")
     saved = state_dict["state"]
     entries = {p: saved[number] for p, number in zip(names, saved_ids, strict=True) if number in saved}
     _check_state(progress, entries, names, replica)
@@ -164,6 +233,10 @@ def _in_our_order(
 ) -> list[int | str]:
     """Keys of the saved entries, in the order of the optimizer's parameters."""
     ids = [number for group in groups for number in group["params"]]
+    for index, group in enumerate(groups):
+        names = group.get("param_names", [""] * len(group["params"]))
+        if len(names) != len(group["params"]) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"Invalid state_dict: param_names of group {index} must be a name for each parameter.")
     if not all("param_names" in group for group in (*groups, *param_groups)):
         return ids
     theirs, ours = ([name for group in some for name in group["param_names"]] for some in (groups, param_groups))
@@ -198,10 +271,11 @@ def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     names = {field.name for field in fields(Progress)}
     if set(saved) != names:
         raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")
-    for key, allowed in (("stage", ("warmup", "compression")), ("errors", ("none", "own", "mean"))):
-        if saved[key] not in allowed:
-            raise ValueError(f"Invalid state_dict: {key} must be one of {', '.join(allowed)}, got {saved[key]!r}.")
-    return Progress(**saved)
+    progress = Progress(**saved)
+    progress.check()
+    if any(group.get(KEY) != saved for group in groups):
+        raise ValueError(f"Invalid state_dict: all param groups must carry the same {KEY!r}.")
+    return progress
 
 
 def _check_state(
@@ -239,6 +313,8 @@ def _check_state(
     for bucket in replica.buckets:
         for row, parameter in enumerate(bucket.parameters):
             entry, name = entries.get(parameter, {}), names[parameter]
+            if not isinstance(entry, dict):
+                raise ValueError(f"Invalid state_dict: the state of {name} must be a dict, got {entry!r}.")
             shapes = dict.fromkeys(wanted, parameter.shape) | dict.fromkeys(SCALARS, torch.Size())
             if "master" in entry:
                 shapes["master"] = parameter.shape
@@ -253,6 +329,27 @@ def _check_state(
                         f"Invalid state_dict: {key!r} of {name} must have shape {tuple(shape)}, got "
                         f"{tuple(entry[key].shape)}."
                     )
+                _check_numbers(key, entry[key], name, progress.stage)
+
+
+def _check_numbers(key: str, value: Tensor, name: str, stage: str) -> None:
+    """Check that a tensor of a saved state holds numbers that training can go on with.
+
+    Raises:
+        ValueError: naming the tensor, the parameter and the rule.
+    """
+    if not value.is_floating_point() or value.layout != torch.strided or value.device.type == "meta":
+        raise ValueError(
+            f"Invalid state_dict: {key!r} of {name} must be dense, of a floating dtype and hold data, got "
+            f"{value.dtype}, {value.layout} on {value.device}."
+        )
+    value = value.to(torch.float32)
+    if not value.isfinite().all():
+        raise ValueError(f"Invalid state_dict: {key!r} of {name} must be finite in fp32.")
+    above = key in POSITIVE or (key in CORRECTIONS and stage == "compression")
+    lowest = float(value.min()) if value.numel() else math.inf
+    if (key in NOT_NEGATIVE and lowest < 0) or (above and lowest <= 0):
+        raise ValueError(f"Invalid state_dict: {key!r} of {name} must be {'> 0' if above else '>= 0'}, got {lowest}.")
 
 
 def import_dense(replica: Replica, entries: dict[Tensor, dict[str, Tensor]], compression: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import KEY, VERSION, Progress
+from .checkpoint import KEY, VERSION, Progress, refusal
 from .collectives import Communicator
 from .optimizer import OneBitLamb
 from .options import check_hyperparameters, check_steps
@@ -195,8 +195,8 @@ def load_deepspeed_state(optimizer: OneBitLamb, state_dict: dict[str, Any]) -> N
     translated: dict[str, Any] = {}
     try:
         translated = _translate(state_dict, optimizer.param_groups, optimizer._freeze_step)
-    except Exception as error:
-        failure = error
+    except Exception as error:  # on one rank perhaps, while the others wait
+        failure = refusal(error)
     optimizer._communicator.raise_together(failure, "load its DeepSpeed state")
     optimizer.load_state_dict(translated)
     steps = translated["param_groups"][0][KEY]["counted"]

@@ -6,12 +6,13 @@ ranks that run different builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from .buckets import fingerprint
 from .kernels.tables import flat
 from .stages import Compression, Replica, Uncompressed, Warmup
 from .stages.switch import dense_momentum
@@ -40,6 +41,11 @@ def find_difference(replica: Replica, stage: Warmup | Uncompressed | Compression
     odd = (rows[:, number] != rows[0, number]).nonzero().flatten().tolist()
     others = f"; {len(differ) - 1} more differ" if len(differ) > 1 else ""
     return f"{name} of rank {odd[0]} is not that of rank 0: {_where(replica, mine, odd[0])}{others}."
+
+
+def hash_of(tensors: Sequence[Tensor]) -> int:
+    """63-bit hash of the fp32 values of tensors (waits for their devices)."""
+    return fingerprint([int(_hash(tensor.to(torch.float32).contiguous())) for tensor in tensors])
 
 
 def repair(replica: Replica, stage: Warmup | Uncompressed | Compression) -> None:

@@ -609,6 +609,24 @@ class OneBitLamb(Optimizer):
             for group in self.param_groups:
                 del group[checkpoint.KEY]
 
+    def _saved_facts(
+        self, progress: checkpoint.Progress, entries: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> dict[str, int]:
+        """What ranks must find alike in the states that they load: everything but pending errors."""
+        values = [float(beta) for group in groups for beta in group["betas"]]
+        values += [
+            float(group[key]) for group in groups for key in self.defaults if key not in ("betas", "exp_avg_mask")
+        ]
+        masks = [group["exp_avg_mask"] for group in groups if group["exp_avg_mask"] is not None]
+        shared = [entry[key] for entry in entries.values() for key in sorted(entry) if key in checkpoint.REPLICATED]
+        return {
+            "the saved stage": int(progress.stage == "warmup"),
+            "the saved step": progress.calls,
+            "the saved counts": fingerprint(sorted((progress.to_dict() | {"rank": 0}).items())),
+            "the saved hyperparameters": fingerprint(values, drift.hash_of(masks)),
+            "the saved moments": drift.hash_of(shared),
+        }
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a saved state was, in either stage (collective; nothing changes if any rank refuses).
@@ -629,17 +647,16 @@ class OneBitLamb(Optimizer):
         try:
             names = dict(zip(self._parameters(), self._names(), strict=True))
             progress, entries = checkpoint.read_state(state_dict, self.param_groups, names, self._replica)
-            groups = state_dict["param_groups"]
+            groups = copy.deepcopy(state_dict["param_groups"])
             for index, group in enumerate(groups):
                 check_group({**group, "params": self.param_groups[index]["params"]}, index)
-        except (KeyError, TypeError, ValueError) as error:
-            failure = error
-            if not isinstance(error, ValueError):
-                failure = ValueError(f"Invalid state_dict: must have torch's form, but reading it raised {error!r}.")
+            facts = self._saved_facts(progress, entries, groups)
+        except Exception as error:  # on one rank perhaps, while the others wait
+            failure = checkpoint.refusal(error)
         self._communicator.raise_together(failure, "load its state_dict")
-        self._communicator.agree({"the saved stage": int(progress.stage == "warmup"), "the saved step": progress.calls})
+        self._communicator.agree(facts)
 
-        for group, saved in zip(self.param_groups, copy.deepcopy(groups), strict=True):
+        for group, saved in zip(self.param_groups, groups, strict=True):
             ours = {key: group[key] for key in ("params", "param_names") if key in group}
             del saved[checkpoint.KEY]
             group.update(saved, **ours)

@@ -11,8 +11,10 @@ import torch
 from .ranks import RankPool
 
 torch.set_num_threads(1)
-# A deadline would be an assertion on wall time.
-hypothesis.settings.register_profile("tests", deadline=None)
+# A deadline would be an assertion on wall time. A change is judged by the same examples each time; `make fuzz` draws
+# many new ones. Tests in tests/fuzz scale their numbers by that of the profile.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
 

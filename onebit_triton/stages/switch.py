@@ -30,7 +30,7 @@ def freeze(replica: Replica, masks: dict[Tensor, Tensor]) -> Compression | Uncom
         bucket.averaged = None
         assert bucket.exp_avg is not None
         bucket.exp_avg.copy_(torch.where(bucket.exp_avg_sq > 0, bucket.exp_avg, torch.zeros_like(bucket.exp_avg)))
-        bucket.exp_avg_sq_fresh = bucket.exp_avg_sq.clone()
+        bucket.exp_avg_sq_fresh = bucket.exp_avg_sq.abs()
     _count_elements(replica)
     _scale_momenta(replica)
     return stage_two(replica)

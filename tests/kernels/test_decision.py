@@ -150,7 +150,7 @@ def test_factor_undoes_the_loss_scale(max_norm: float, unscale: float) -> None:
     assert clip[Clip.GRAD_SCALE].item() == pytest.approx(min(1.0, max_norm / 2**0.5) * unscale, rel=RTOL)
 
 
-@pytest.mark.parametrize(("local", "scale"), [([NAN, 1.0], 1.0), ([INF, 1.0], 0.0), ([0.0, 0.0], 1.0)])
+@pytest.mark.parametrize(("local", "scale"), [([NAN, 1.0], 1.0), ([INF, 1.0], 1.0), ([0.0, 0.0], 1.0)])
 def test_local_clipping_of_odd_norms(local: list[float], scale: float) -> None:
     def run(passes: Passes, decision: Tensor, clip: Tensor) -> None:
         passes.clip_local(torch.tensor(local), clip)
