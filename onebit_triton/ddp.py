@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .collectives import Communicator
+from .failures import Pending, doing
 
 
 class GradientHook:
@@ -28,11 +29,13 @@ class GradientHook:
         self.measuring = measuring
         self.averaged = False
         self.squares: Tensor | None = None
+        self._started: list[Pending] = []
 
     def reset(self) -> None:
         """Forget the last backward pass."""
         self.averaged = False
         self.squares = None
+        self._started.clear()
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """What DDP calls; returns the bucket's gradients, averaged or as they are."""
@@ -48,7 +51,19 @@ class GradientHook:
         buffer.div_(self.communicator.ranks)
         self.communicator.count_all_reduce(buffer)
         work = dist.all_reduce(buffer, group=self.communicator.group, async_op=True)
+        if buffer.device.type == "cpu":
+            self._started.append(work)
+        if bucket.is_last():
+            # Runs before DDP waits for the futures, which would name nobody.
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         return work.get_future().then(lambda done: done.value()[0])
+
+    def _wait(self) -> None:
+        """Wait for the averages where that blocks, as backward is about to do."""
+        started, self._started = self._started, []
+        with doing("step"), doing("backward"):
+            for work in started:
+                self.communicator.watch.wait(work, on_cpu=True)
 
 
 def install_hook(model: torch.nn.Module, communicator: Communicator, measuring: bool) -> GradientHook:
