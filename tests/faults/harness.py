@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+checkpoints: Any = importlib.import_module("checkpoints")
 
 SCRIPT = (
     "construct", "step", "save", "step", "step", "step", "step", "save", "step", "check_replicas", "rewarm", "step",
@@ -53,6 +59,7 @@ class Rank:
     folder: Path
     optimizer: Any = None
     model: Any = None
+    plain: Any = None
     params: list[Any] = field(default_factory=list)
     steps: int = 0
 
@@ -103,15 +110,6 @@ class Outcome:
     stage: str = ""
 
 
-def last_checkpoint(folder: Path, ranks: Sequence[int]) -> dict[str, Any] | None:
-    """The last checkpoint of which every rank has written its part, the same on all of them; None if there is none."""
-    for operation in reversed(range(len(SCRIPT))):
-        files = [folder / f"{operation}.rank{rank}" for rank in ranks]
-        if all(file.exists() for file in files):
-            return torch.load(files[0], weights_only=True)
-    return None
-
-
 def build(here: Rank, cell: Cell, group: Any) -> None:
     """Make model and optimizer, the same on every rank."""
     from torch.nn.parallel import DistributedDataParallel
@@ -120,7 +118,7 @@ def build(here: Rank, cell: Cell, group: Any) -> None:
 
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 4))
-    here.params = list(plain.parameters())
+    here.plain, here.params = plain, list(plain.parameters())
     here.optimizer = OneBitLamb(
         plain.named_parameters(), lr=0.01, freeze_step=3, betas=(0.9, 0.9), max_grad_norm=1.0, block_elements=64,
         bucket_elements=256, backend="torch", process_group=group,
@@ -147,12 +145,9 @@ def operate(here: Rank, cell: Cell, number: int, group: Any, strike: Callable[[s
         strike("gradients")
         here.optimizer.step()
     elif name == "save":
-        here.optimizer.consolidate_errors()
-        state = {"optimizer": here.optimizer.state_dict(), "model": [p.detach() for p in here.params]}
-        partial = here.folder / f"partial.rank{here.rank}"
-        torch.save(state, partial)
-        strike("written")
-        partial.rename(here.folder / f"{number}.rank{here.rank}")
+        if cell.members is None:  # the example saves over all ranks
+            with struck_in_writing(strike):
+                checkpoints.save(here.folder / "checkpoints", number, here.plain, here.optimizer)
     elif name == "load":
         here.optimizer.load_state_dict(here.optimizer.state_dict())
     elif name == "rewarm":
@@ -169,6 +164,24 @@ def struck_in_backward(parameter: Any, strike: Callable[[str], None]) -> Iterato
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def struck_in_writing(strike: Callable[[str], None]) -> Iterator[None]:
+    """Strike when a rank has written its part of a checkpoint, and when rank 0 is about to complete it."""
+    write, finish = FileSystemWriter.write_data, FileSystemWriter.finish
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        written = write(self, plan, planner)
+        strike("written")
+        return written
+
+    def complete(self: Any, metadata: Any, results: Any) -> None:
+        strike("complete")
+        finish(self, metadata, results)
+
+    with mock.patch.multiple(FileSystemWriter, write_data=write_data, finish=complete):
+        yield
 
 
 @contextmanager
@@ -344,7 +357,7 @@ class Harness:
     def close(self) -> None:
         """End the process that forks."""
         self._connection.send(None)
-        self._nursery.join(5)
+        self._nursery.join(DEADLINE)
         ended = self._nursery.exitcode
         self._nursery.kill()
         self._nursery.join()
