@@ -152,16 +152,10 @@ class Communicator:
         else:
             store = _get_process_group_store(self.group)
             world = dist.get_process_group_ranks(self.group)
-            self.watch = Watch(world, self.rank, PrefixStore("onebit_triton/start", store), _host(store))
             # torchrun's store outlives the processes that it restarts: what they wrote must not be taken for ours.
-            session = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._host_device())
-            self.broadcast(session)
-            self.watch.open(PrefixStore(f"onebit_triton/{int(session)}", store))
-
-    def _host_device(self) -> torch.device:
-        """Where numbers of the host must lie to be sent."""
-        backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
-        return torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
+            attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{dist.get_world_size()}"
+            session = PrefixStore(f"onebit_triton/{attempt}", store)
+            self.watch = Watch(world, self.rank, session, _host(store))
 
     def _start(self, collective: Callable[..., Any], *tensors: Tensor, **options: int) -> Work:
         started = collective(*tensors, **options, group=self.group, async_op=True)
@@ -203,7 +197,8 @@ class Communicator:
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, on the host."""
-        device = self._host_device()
+        backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
+        device = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         theirs = torch.empty(self.ranks * len(numbers), dtype=torch.int64, device=device)
         self.all_gather(theirs, mine).wait()

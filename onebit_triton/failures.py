@@ -95,14 +95,10 @@ class Watch:
         self.stage, self.steps = "warmup", 0
         self._world, self._rank, self._store, self._host = world, rank, store, host
         self._asking: Thread | None = None
-        self._store_lost = self._noted = self._opened = False
+        self._store_lost = self._noted = False
         self._ended: float | None = None
         self._step_seconds = 0.0
         self._failed: tuple[str, list[int]] | None = None
-
-    def open(self, store: Store) -> None:
-        """Go over to a store that no earlier processes have written to; before that nobody's word is taken."""
-        self._store, self._opened = store, True
 
     def end_step(self, steps: int) -> None:
         """Note that so many steps are done, and how long the last one took, with all that belongs to it."""
@@ -189,7 +185,7 @@ class Watch:
             if store.check([CALLED]):
                 first.append(store.get(CALLED).decode())
 
-        if self._opened and self._ask(look, STORE_SECONDS) and first:
+        if self._ask(look, STORE_SECONDS) and first:
             raise self._named(first[0]) from RuntimeError(first[0])
 
     def _named(self, error: str) -> LostRankError:

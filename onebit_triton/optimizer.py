@@ -147,8 +147,7 @@ class OneBitLamb(Optimizer):
             "min_coeff": min_coeff, "coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min,
             "factor_threshold": factor_threshold, "exp_avg_mask": None,
         }  # fmt: skip
-        with doing("construction"):
-            self._communicator = Communicator(process_group)
+        self._communicator = Communicator(process_group)
         self._hooks: list[GradientHook] = []
         self._models: WeakSet[torch.nn.Module] = WeakSet()
         self._attached: set[Tensor] = set()

@@ -33,19 +33,21 @@ def torchrun(*options: str, at: int, folder: Path, **environment: str) -> subpro
 
 def result(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     """What a training that ended well wrote."""
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output[-3000:]
     return json.loads((folder / "result.json").read_text())
 
 
 def test_a_killed_worker_is_restarted_and_nothing_is_lost(tmp_path: Path) -> None:
     """The end is that of a run that nobody disturbed, bit for bit: both saved at the same steps."""
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
+    # gloo, started anew over torchrun's store, now and then finds addresses of processes that are dead, and fails once.
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.2"]
     calm = torchrun(*options, at=NEVER, folder=tmp_path / "calm")
     killed = torchrun(*options, at=IN_COMPRESSION, folder=tmp_path / "killed")
     expected, found = result(calm, tmp_path / "calm"), result(killed, tmp_path / "killed")
     assert (tmp_path / "killed" / "struck").exists()
     assert found["history"]["stage"] == ["compression"] * 4, "it went on from step 4"
+    assert len(expected["history"]["loss"]) == 8
     assert found["history"]["loss"] == expected["history"]["loss"][4:]
     assert found["held_out_loss"] == expected["held_out_loss"]
 
