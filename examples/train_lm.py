@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 examples/train_lm.py --plain             # no DDP: the optimizer averages by itself
     torchrun --nproc-per-node 4 examples/train_lm.py --freeze-step 1000  # beyond --steps: LAMB, never compressed
     python examples/train_lm.py                                          # one process
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_lm.py --checkpoint out/lm  # goes on after a crash
 
 One process per GPU where there are GPUs, otherwise processes on the CPU.
 """
@@ -18,7 +19,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import checkpoints
 import torch
 import torch.distributed as dist
 from corpus import Corpus, held_out_batches, load_corpus, training_batch
@@ -52,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--label", default="training", help="text in front of the progress bar")
     parser.add_argument("--out", type=Path, help="write losses, bytes and settings to this JSON file")
     parser.add_argument("--metrics", type=Path, help="write the optimizer's metrics to this file after every step")
-    parser.add_argument("--checkpoint", type=Path, help="save to PATH.rank*, and continue from there if they exist")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save there, and continue from the newest")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="with --checkpoint")
     args = parser.parse_args()
     if args.freeze_step is None:
@@ -200,28 +203,19 @@ class Trainer:
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
-    def checkpoint_file(self) -> Path:
-        """Name this rank's file: under compression every rank holds errors of its own that are still to be sent."""
-        path: Path = self.args.checkpoint
-        return path.with_name(f"{path.name}.rank{self.worker.rank}")
-
     def save(self, step: int) -> None:
-        """Write this rank's checkpoint."""
-        file = self.checkpoint_file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, file)
+        """Write a checkpoint; one of any number of processes continues from it."""
+        checkpoints.save(self.args.checkpoint, step, self.model, self.optimizer, **self.others())
 
     def resume(self) -> None:
-        """Continue from this rank's checkpoint, if there is one."""
-        if not self.checkpoint_file().exists():
-            return
-        state = torch.load(self.checkpoint_file(), map_location=self.worker.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.first_step = state["step"]
+        """Continue from the newest checkpoint, if there is one."""
+        newest = checkpoints.newest(self.args.checkpoint)
+        if newest is not None:
+            self.first_step = checkpoints.load(newest, self.model, self.optimizer, **self.others())
+
+    def others(self) -> dict[str, Any]:
+        """Return what is saved besides model and optimizer."""
+        return {"scheduler": self.scheduler, "scaler": self.scaler}
 
 
 def report(trainer: Trainer, history: History, corpus: Corpus) -> None:

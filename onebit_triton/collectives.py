@@ -5,16 +5,21 @@ Only this module and ddp.py know torch.distributed. gloo and NCCL take the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 from .clock import Clock
 from .clock import Work as Work
+from .failures import Pending, Watch
 
 
 def ring_bytes(elements: int, ranks: int, element_bytes: int) -> int:
@@ -29,11 +34,28 @@ class _Done:
         pass
 
 
+class _Watched:
+    """A started collective; if it fails, the error says who is missing.
+
+    Args:
+        started: what torch.distributed returned.
+        watch: who waits for it.
+        on_cpu: whether its tensors are.
+    """
+
+    def __init__(self, started: Pending, watch: Watch, on_cpu: bool) -> None:
+        self._started, self._watch, self._on_cpu = started, watch, on_cpu
+
+    def wait(self) -> None:
+        """Order what follows after it: on the current stream on CUDA, by blocking on a CPU."""
+        self._watch.wait(self._started, self._on_cpu)
+
+
 class _Timed:
     """A started collective whose wait is timed.
 
     Args:
-        started: what torch.distributed returned.
+        started: the collective.
         clock: what times the wait.
     """
 
@@ -41,7 +63,7 @@ class _Timed:
         self._started, self._clock = started, clock
 
     def wait(self) -> None:
-        """Order what follows after it: on the current stream on CUDA, by blocking on a CPU."""
+        """Wait, and count the time as exchange."""
         self._clock.wait(self._started)
 
 
@@ -95,6 +117,7 @@ class Communicator:
         ranks: size of the group.
         traffic: bytes sent so far.
         clock: what times the waits of a step.
+        watch: what waits for collectives, and names ranks that are missing when one fails.
 
     Raises:
         ValueError: if this process is not in the group.
@@ -124,6 +147,19 @@ class Communicator:
                 raise ValueError("Invalid process_group. Must contain this rank.")
         self.traffic = Traffic()
         self.clock = Clock()
+        if self.group is None or self.ranks == 1:
+            self.watch = Watch([0], 0, None, None)
+        else:
+            store = _get_process_group_store(self.group)
+            world = dist.get_process_group_ranks(self.group)
+            # torchrun's store outlives the processes that it restarts: what they wrote must not be taken for ours.
+            attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{dist.get_world_size()}"
+            session = PrefixStore(f"onebit_triton/{attempt}", store)
+            self.watch = Watch(world, self.rank, session, _host(store))
+
+    def _start(self, collective: Callable[..., Any], *tensors: Tensor, **options: int) -> Work:
+        started = collective(*tensors, **options, group=self.group, async_op=True)
+        return _Watched(started, self.watch, tensors[0].device.type == "cpu")
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Send row r of `sent` to rank r; row r of `received` comes from rank r. Asynchronous."""
@@ -131,7 +167,7 @@ class Communicator:
             received.copy_(sent)
             return _Done()
         self.traffic.add(sent.nbytes // self.ranks * (self.ranks - 1))
-        return _Timed(dist.all_to_all_single(received, sent, group=self.group, async_op=True), self.clock)
+        return _Timed(self._start(dist.all_to_all_single, received, sent), self.clock)
 
     def all_gather(self, gathered: Tensor, sent: Tensor) -> Work:
         """Concatenate every rank's `sent` in rank order. Asynchronous."""
@@ -141,14 +177,14 @@ class Communicator:
         self.traffic.add(sent.nbytes * (self.ranks - 1))
         # torch 2.13 renames the call and deprecates the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return _Timed(gather(gathered.view(-1), sent.view(-1), group=self.group, async_op=True), self.clock)
+        return _Timed(self._start(gather, gathered.view(-1), sent.view(-1)), self.clock)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum over ranks, in place. Asynchronous."""
         if self.ranks == 1:
             return _Done()
         self.count_all_reduce(tensor)
-        return _Timed(dist.all_reduce(tensor, group=self.group, async_op=True), self.clock)
+        return _Timed(self._start(dist.all_reduce, tensor), self.clock)
 
     def count_all_reduce(self, tensor: Tensor) -> None:
         """Count the bytes that a ring all-reduce of a tensor sends."""
@@ -157,7 +193,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank the tensor of rank 0 of the group."""
         if self.group is not None and self.ranks > 1:
-            dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+            self._start(dist.broadcast, tensor, src=dist.get_global_rank(self.group, 0)).wait()
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, on the host."""
@@ -196,6 +232,14 @@ class Communicator:
                         f"Ranks do not agree on {name}: rank {rank} has {row[column]}, rank 0 has {rows[0][column]}. "
                         "Every rank must build the same optimizer over the same parameters in the same order."
                     )
+
+
+def _host(store: Store) -> int | None:
+    """The rank that hosts a store, if one does: by default rank 0. torchrun's agent hosts it itself."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, TCPStore) and not agent else None
 
 
 class SharedGroup:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .collectives import Communicator
+from .failures import Pending, doing
 
 
 class GradientHook:
@@ -38,11 +39,13 @@ class GradientHook:
         self.measuring = measuring
         self.averaged = False
         self.squares: Tensor | None = None
+        self._started: list[Pending] = []
 
     def reset(self) -> None:
         """Forget the last backward pass."""
         self.averaged = False
         self.squares = None
+        self._started.clear()
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """What DDP calls; returns the bucket's gradients, averaged or as they are."""
@@ -56,28 +59,37 @@ class GradientHook:
             squares = buffer.float().square().sum()
             self.squares = squares if self.squares is None else self.squares + squares
         buffer.div_(self.communicator.ranks)
-        if bucket.index() == 0:
-            return self._average_with_roll(buffer)
-        self.communicator.count_all_reduce(buffer)
-        work = dist.all_reduce(buffer, group=self.communicator.group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        # The roll call goes along with the first bucket, which DDP keeps small: no collective more.
+        calling = bucket.index() == 0
+        sent = torch.cat((buffer, self._answer().to(buffer.dtype))) if calling else buffer
+        self.communicator.count_all_reduce(sent)
+        work = dist.all_reduce(sent, group=self.communicator.group, async_op=True)
+        if buffer.device.type == "cpu":
+            self._started.append(work)
+        if bucket.is_last():
+            # Runs before DDP waits for the futures, which would name nobody.
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
+        return work.get_future().then(self._parted(buffer) if calling else lambda done: done.value()[0])
 
-    def _average_with_roll(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Send the roll call along with the first bucket, which DDP keeps small: no collective more."""
-        answer = self._answer()
-        together = torch.cat((buffer, answer.to(buffer.dtype)))
+    def _parted(self, buffer: Tensor) -> Callable[[Any], Tensor]:
+        """What takes the roll call away from gradients that have been averaged along with it."""
         if self.roll is None:
-            self.roll = torch.empty_like(answer)
+            self.roll = torch.empty_like(self._answer())
         roll = self.roll
-        self.communicator.count_all_reduce(together)
-        work = dist.all_reduce(together, group=self.communicator.group, async_op=True)
 
-        def apart(done: Any) -> Tensor:
-            summed = done.value()[0]
-            roll.copy_(summed[buffer.numel() :])
-            return buffer.copy_(summed[: buffer.numel()])
+        def part(done: Any) -> Tensor:
+            averaged = done.value()[0]
+            roll.copy_(averaged[buffer.numel() :])
+            return buffer.copy_(averaged[: buffer.numel()])
 
-        return work.get_future().then(apart)
+        return part
+
+    def _wait(self) -> None:
+        """Wait for the averages where that blocks, as backward is about to do."""
+        started, self._started = self._started, []
+        with doing("step"), doing("backward"):
+            for work in started:
+                self.communicator.watch.wait(work, on_cpu=True)
 
 
 def install_hook(

@@ -6,7 +6,8 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, overload
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -19,16 +20,33 @@ from .amp import pending_scale, tell_skipped
 from .buckets import fingerprint, plan_layout
 from .collectives import Communicator, DeviceMesh, ProcessGroup, SharedGroup
 from .ddp import GradientHook, install_hook
+from .failures import doing
 from .hyperparameters import HyperTable, difference
+from .interrupts import signals_deferred
 from .kernels.backends import load_passes
 from .kernels.tables import Decision, Fault
 from .metrics import VarianceHistory, collect_metrics
 from .monitor import Monitor, fault_message
 from .options import check_group, check_optimizer, check_parameter, check_steps
-from .stages import Compression, Replica, Uncompressed, Warmup, freeze, thaw
+from .stages import Compression, Replica, Uncompressed, Warmup, freeze, phase, thaw
 from .stages.switch import consolidate, mask_variance, stage_two
 
 logger = logging.getLogger("onebit_triton")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uninterrupted(method: Callable[Concatenate[OneBitLamb, P], R]) -> Callable[Concatenate[OneBitLamb, P], R]:
+    """Let signals wait for the end of a method, and leave word for the other ranks if it fails on this one."""
+    name = method.__name__.strip("_")
+
+    @wraps(method)
+    def call(self: OneBitLamb, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with signals_deferred(), self._communicator.watch.guard(name), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class OneBitLamb(Optimizer):
@@ -154,8 +172,9 @@ class OneBitLamb(Optimizer):
             self._passes = load_passes(backend, self._parameters()[0].device)
         except Exception as error:
             failure = error
-        self._communicator.raise_together(failure, "construct the optimizer")
-        self._build()
+        with doing("construction"):
+            self._communicator.raise_together(failure, "construct the optimizer")
+            self._build()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How copy and pickle make another: built over the (copied) parameters, loaded with the state."""
@@ -189,6 +208,7 @@ class OneBitLamb(Optimizer):
             ]
         return names
 
+    @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters in warmup, on all ranks alike (collective: the new layout is agreed on).
 
@@ -274,7 +294,7 @@ class OneBitLamb(Optimizer):
         self._stage, self._consolidated = stage, False
         if isinstance(stage, Warmup):
             self._variances = VarianceHistory()
-        self._communicator.traffic.stage = stage.name
+        self._communicator.traffic.stage = self._communicator.watch.stage = stage.name
         self._communicator.traffic.start_step()
         for hook in self._hooks:
             hook.averaging = stage.name == "warmup"
@@ -302,7 +322,6 @@ class OneBitLamb(Optimizer):
     @overload
     def step(self, closure: Callable[[], float], *, grad_scaler: GradScaler | None = None) -> float: ...
 
-    @torch.no_grad()
     def step(
         self, closure: Callable[[], float] | None = None, *, grad_scaler: GradScaler | None = None
     ) -> float | None:
@@ -328,6 +347,12 @@ class OneBitLamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step(grad_scaler)
+        return loss
+
+    @uninterrupted
+    def _step(self, grad_scaler: GradScaler | None) -> None:
+        """Take one step with the gradients that are there."""
         replica, clock = self._replica, self._communicator.clock
         seen: list[int] | None = None
         failure: Exception | None = None
@@ -359,7 +384,7 @@ class OneBitLamb(Optimizer):
         replica.end_step()
         if capturing:
             self._replayed = True
-            return loss
+            return
         self._communicator.traffic.end_step(replica.whole_bytes)
         self._last_stage = self.stage
         self._calls += 1
@@ -379,7 +404,7 @@ class OneBitLamb(Optimizer):
                 self._end_warmup()
         if self._check_replicas_every is not None and self._calls % self._check_replicas_every == 0:
             self.check_replicas()
-        return loss
+        self._communicator.watch.end_step(self._calls)
 
     def _abstain(self, error: Exception) -> None:
         """Let the other ranks skip a step that this rank cannot take; raise at once where they do not wait for it."""
@@ -474,7 +499,8 @@ class OneBitLamb(Optimizer):
             self._check_at = self._calls + missing
             return
         before = self._communicator.traffic.last_step
-        self._enter(freeze(replica, self._masks()))
+        with phase("switch"):
+            self._enter(freeze(replica, self._masks()))
         if self._communicator.rank == 0:
             after = self._stage.exchange.step_bytes if isinstance(self._stage, Compression) else 0
             logger.info(
@@ -482,7 +508,7 @@ class OneBitLamb(Optimizer):
                 self._calls, f"{before:,}", f"{after:,}", f" ({before / after:.1f}x less)" if before and after else "",
             )  # fmt: skip
 
-    @torch.no_grad()
+    @uninterrupted
     def rewarm(self, steps: int) -> None:
         """Go back to warmup for some steps, as the paper does when the sequence length changes (collective).
 
@@ -534,7 +560,7 @@ class OneBitLamb(Optimizer):
         self._attached.update(model.parameters())
         return model
 
-    @torch.no_grad()
+    @uninterrupted
     def check_replicas(self, repair: bool = False) -> None:
         """Make sure that parameters and state are bit-identical on all ranks (collective; waits for the device).
 
@@ -564,7 +590,7 @@ class OneBitLamb(Optimizer):
 
     # Checkpoints
 
-    @torch.no_grad()
+    @uninterrupted
     def consolidate_errors(self) -> None:
         """Give every worker the mean of all pending errors, so that one state serves any number of ranks (collective).
 
@@ -591,7 +617,7 @@ class OneBitLamb(Optimizer):
         progress.read_device(replica)
         return progress
 
-    @torch.no_grad()
+    @uninterrupted
     def state_dict(self) -> dict[str, Any]:
         """State as torch's standard form: per parameter step, exp_avg, exp_avg_sq and so on, dense and fp32.
 
@@ -627,7 +653,7 @@ class OneBitLamb(Optimizer):
             "the saved moments": drift.hash_of(shared),
         }
 
-    @torch.no_grad()
+    @uninterrupted
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a saved state was, in either stage (collective; nothing changes if any rank refuses).
 
@@ -665,6 +691,7 @@ class OneBitLamb(Optimizer):
         progress.write_device(replica)
         self._monitor = Monitor(replica)
         self._calls, self._check_at = progress.calls, progress.check_at
+        self._communicator.watch.steps = self._calls
         self._warmup_base, self._warmup_steps = progress.warmup_base, progress.warmup_steps
         if progress.stage == "compression":
             mask_variance(replica, self._masks())

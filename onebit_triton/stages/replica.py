@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,13 +11,16 @@ from torch.profiler import record_function
 
 from ..buckets import Bucket, Layout, gradient_like
 from ..collectives import Communicator, ring_bytes
+from ..failures import doing
 from ..kernels.backends import Passes
 from ..kernels.tables import Clip, Decision, Hyper, Rate, Roll, Stamp, TensorTable
 
 
-def phase(name: str) -> AbstractContextManager[object]:
-    """A range in a profiler's trace, named as in ARCHITECTURE.md."""
-    return record_function(f"onebit_triton: {name}")
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A range in a profiler's trace, and what errors say that was being done; named as in ARCHITECTURE.md."""
+    with doing(name), record_function(f"onebit_triton: {name}"):
+        yield
 
 
 class Replica:

@@ -1,0 +1,78 @@
+"""torchrun starts again what died, on as many ranks or on fewer, from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).with_name("restarted_lm.py")
+SMALL = ["--device=cpu", "--steps=8", "--freeze-step=3", "--layers=1", "--width=32", "--batch-size=2"]
+SMALL += ["--eval-sequences=8", "--save-every=2"]
+NEVER, IN_COMPRESSION = 99, 5
+
+
+def torchrun(*options: str, at: int, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start torchrun; its workers write what they found to folder/result.json."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *options]
+    command += [str(SCRIPT), str(at), str(folder / "struck"), *SMALL]
+    command += [f"--out={folder / 'result.json'}", f"--checkpoint={folder / 'checkpoints'}"]
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def result(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """What a training that ended well wrote."""
+    output, _ = process.communicate(timeout=250)
+    assert process.returncode == 0, output[-3000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_killed_worker_is_restarted_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The end is that of a run that nobody disturbed, bit for bit: both saved at the same steps."""
+    # gloo, started anew over torchrun's store, now and then finds addresses of processes that are dead, and fails once.
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.2"]
+    calm = torchrun(*options, at=NEVER, folder=tmp_path / "calm")
+    killed = torchrun(*options, at=IN_COMPRESSION, folder=tmp_path / "killed")
+    expected, found = result(calm, tmp_path / "calm"), result(killed, tmp_path / "killed")
+    assert (tmp_path / "killed" / "struck").exists()
+    assert found["history"]["stage"] == ["compression"] * 4, "it went on from step 4"
+    assert len(expected["history"]["loss"]) == 8
+    assert found["history"]["loss"] == expected["history"]["loss"][4:]
+    assert found["held_out_loss"] == expected["held_out_loss"]
+
+
+def test_a_node_that_dies_leaves_a_smaller_training(tmp_path: Path) -> None:
+    """Two agents on one machine, one worker each; one agent is killed with its worker, the other goes on alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--monitor-interval=0.2"]
+    options += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host=%d"]
+
+    def agent(host: int) -> subprocess.Popen[str]:
+        *most, conf = options
+        return torchrun(*most, conf % host, at=IN_COMPRESSION, folder=tmp_path / "run", FAULT="--whole-node")
+
+    first = agent(1)
+    second = agent(0)
+    try:
+        found = result(first, tmp_path / "run")
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    assert second.returncode != 0
+    assert found["processes"] == 1
+    assert found["history"]["stage"] == ["compression"] * 4, "it went on from step 4"
