@@ -103,3 +103,16 @@ def test_bert(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / f"checkpoint-{COMPRESSION}"
     resumed = launch(EXAMPLES / "transformers_bert.py", *options, f"--resume={file}", ranks=1)
     check_no_jump(resumed["losses"][COMPRESSION - STEPS :], found["losses"])
+
+
+def test_restarts_on_other_ranks_keep_the_errors(launch: Launcher) -> None:
+    options = ["--save-at=8", "--freeze-step=4", "--more=4", "--width=32", "--seeds=1"]
+    found = launch(EXAMPLES / "resume.py", *options, ranks=4)["restarts"]
+    restarts = {(run["savers"], run["ranks"]): run for run in found}
+    assert list(restarts) == [(4, 4), (4, 2), (4, 1), (2, 3)]
+    assert restarts[4, 4]["kept"] == restarts[4, 4]["uninterrupted"]
+    assert restarts[4, 4]["kept_distance"] == 0.0
+    for run in restarts.values():
+        # The first step sees the saved parameters, and the same sequences at any number of ranks.
+        assert run["kept"][0] == pytest.approx(run["uninterrupted"][0], abs=1e-4)
+        assert run["kept_distance"] < 0.5 * run["dropped_distance"]
