@@ -13,11 +13,12 @@ BENCH_ARGS ?=
 NETWORK_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
+NOX_ARGS ?=
 
 .DEFAULT_GOAL := help
 # Two pips in one environment would race.
 .NOTPARALLEL:
-.PHONY: help demo test fuzz soak lint bench network clean
+.PHONY: help demo test fuzz soak lint bench network matrix clean
 
 help:
 	@echo "make demo   run examples/demo.py; results in out/demo/ (DEMO_ARGS='--steps 100')"
@@ -27,6 +28,7 @@ help:
 	@echo "make lint   ruff, mypy and import-linter"
 	@echo "make bench  run the benchmarks (BENCH_ARGS='-k name'); results in out/"
 	@echo "make network  train over emulated slow links, as root (NETWORK_ARGS='--rates 100mbit'); results in out/network/"
+	@echo "make matrix  run the tests over older and newer Pythons, torches and Tritons (NOX_ARGS='-p 3.13')"
 	@echo "make clean  remove what was built; .venv stays"
 
 demo: $(VENV)/.installed-demo
@@ -54,8 +56,11 @@ bench: $(VENV)/.installed-bench
 network: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.network --output out/network $(NETWORK_ARGS)
 
+matrix: $(VENV)/.installed-matrix
+	$(BIN)/nox $(NOX_ARGS)
+
 clean:
-	rm -rf build dist out *.egg-info .benchmarks .coverage .coverage.* htmlcov
+	rm -rf build dist out .nox *.egg-info .benchmarks .coverage .coverage.* htmlcov
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -1,16 +1,14 @@
 """Train a byte-level transformer under Lightning Fabric with 1-bit LAMB.
 
 torchrun --nproc-per-node 2 examples/lightning_fabric_lm.py
-torchrun --nproc-per-node 2 examples/lightning_fabric_lm.py --resume out/checkpoints/step-100
+torchrun --nproc-per-node 3 examples/lightning_fabric_lm.py --resume out/checkpoints/step-100.ckpt     # any number
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-import torch
 from corpus import load_corpus
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
@@ -42,11 +40,9 @@ def main() -> None:
     scheduler = make_schedule(args, optimizer)
     # Fabric's wrapper is not needed below, and has only copies of what the optimizer knows.
     model, _ = fabric.setup(net, optimizer)
-    state = {"model": model, "scheduler": scheduler}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if args.resume:
-        fabric.load(args.resume / "model.ckpt", state)
-        file = optimizer_file(args.resume, fabric)
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        fabric.load(args.resume, state)
 
     losses = []
     for step in range(scheduler.last_epoch, args.steps):
@@ -64,16 +60,10 @@ def main() -> None:
         if step % 10 == 9:
             fabric.print(f"step {step + 1} ({optimizer.stage}): loss {losses[-1]:.3f}")
         if (step + 1) % args.save_every == 0:
-            folder = args.checkpoints / f"step-{step + 1}"
-            fabric.save(folder / "model.ckpt", state)  # which the main process writes
-            torch.save(optimizer.state_dict(), optimizer_file(folder, fabric))
+            # On every rank, the optimizer gathers what all have still to send; then the main process writes one file.
+            fabric.save(args.checkpoints / f"step-{step + 1}.ckpt", state)
     if fabric.is_global_zero:
         report(args, optimizer, losses)
-
-
-def optimizer_file(folder: Path, fabric: Fabric) -> Path:
-    """Name this rank's file: in compression every rank has errors of its own that are still to be sent."""
-    return folder / f"optimizer.rank{fabric.global_rank}.ckpt"
 
 
 if __name__ == "__main__":

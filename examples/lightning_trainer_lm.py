@@ -1,7 +1,7 @@
 """Train a byte-level transformer under the Lightning Trainer with 1-bit LAMB.
 
 torchrun --nproc-per-node 2 examples/lightning_trainer_lm.py
-torchrun --nproc-per-node 2 examples/lightning_trainer_lm.py --resume out/checkpoints/step=100.ckpt
+torchrun --nproc-per-node 3 examples/lightning_trainer_lm.py --resume out/checkpoints/step=100.ckpt     # any number
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,36 +21,13 @@ from recipe import make_optimizer, make_parser, make_schedule, micro_batch, repo
 
 
 class OneBitDDP(DDPStrategy):
-    """DDP for 1-bit LAMB: the optimizer is attached, and saved in one file per rank beside the checkpoint."""
+    """DDP that averages gradients in the optimizer's warmup and leaves them local afterwards."""
 
     def setup(self, trainer: Trainer) -> None:
         """Attach the optimizers when the model has become a DistributedDataParallel."""
         super().setup(trainer)
         for optimizer in self.optimizers:
             optimizer.attach(self.model)
-
-    def rank_file(self, path: str | os.PathLike[str]) -> Path:
-        """Name this rank's file: in compression every rank has errors of its own that are still to be sent."""
-        return Path(f"{path}.optimizer.rank{self.global_rank}")
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str, storage_options: Any = None) -> None:
-        """Save the optimizers on every rank, the rest on the first."""
-        self.rank_file(filepath).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(checkpoint.pop("optimizer_states"), self.rank_file(filepath))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint with this rank's optimizers; there are none to load where nothing is trained."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.rank_file(checkpoint_path).exists():
-            states = torch.load(self.rank_file(checkpoint_path), map_location="cpu", weights_only=True)
-            checkpoint["optimizer_states"] = states
-        return checkpoint
-
-    def remove_checkpoint(self, filepath: str) -> None:
-        """Remove this rank's file too."""
-        self.rank_file(filepath).unlink(missing_ok=True)
-        super().remove_checkpoint(filepath)
 
 
 class LanguageModel(LightningModule):

@@ -75,5 +75,6 @@ def report(args: argparse.Namespace, optimizer: OneBitLamb, losses: list[float],
     print(f"last loss {losses[-1]:.4f}; {traffic} sent by this rank", flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"losses": losses, "bytes_sent": optimizer.bytes_sent, **more}
+        last = optimizer.metrics()["bytes_sent_last_step"]
+        result = {"losses": losses, "bytes_sent": optimizer.bytes_sent, "bytes_sent_last_step": last, **more}
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,14 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/transformers_bert.py
     torchrun --nproc-per-node 2 examples/transformers_bert.py --freeze-step 1000000          # LAMB, never compressed
-    torchrun --nproc-per-node 2 examples/transformers_bert.py --resume out/checkpoints/checkpoint-100
+    torchrun --nproc-per-node 3 examples/transformers_bert.py --resume out/checkpoints/checkpoint-100     # any number
 
 Nothing is downloaded: tokens are the bytes of the standard library's texts, and one more that masks.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,29 +46,16 @@ class MaskedBytes(Dataset):
 
 
 class OneBitTrainer(Trainer):
-    """A Trainer that attaches the optimizer to its DDP model and saves one file per rank.
-
-    In compression every rank has errors of its own that are still to be sent; the Trainer saves those of one rank.
-    """
+    """A Trainer that attaches the optimizer to its DDP model, and saves one that has all ranks' errors."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.add_callback(AttachOptimizer(self))
 
-    def rank_file(self, folder: str) -> Path:
-        """Name this rank's file."""
-        return Path(folder, f"optimizer.rank{self.args.process_index}.pt")
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict()}
-        torch.save(state, self.rank_file(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            state = torch.load(self.rank_file(checkpoint), map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.lr_scheduler.load_state_dict(state["scheduler"])
+        # Called on every rank, but only the main process saves, and each has errors that are still to be sent.
+        self.optimizer.optimizer.consolidate_errors()
+        super()._save_optimizer_and_scheduler(output_dir)
 
 
 class AttachOptimizer(TrainerCallback):

@@ -605,6 +605,13 @@ class OneBitLamb(Optimizer):
             consolidate(self._replica)
         self._consolidated = True
 
+    def consolidate_state_dict(self) -> None:
+        """`consolidate_errors`, by the name that torch's ZeroRedundancyOptimizer gave it (collective).
+
+        Lightning and Fabric call it on every rank before the first one saves.
+        """
+        self.consolidate_errors()
+
     def _progress(self) -> checkpoint.Progress:
         replica = self._replica
         errors = "mean" if self._consolidated else "own" if isinstance(self._stage, Compression) else "none"

@@ -18,8 +18,13 @@ model = DistributedDataParallel(ByteTransformer(ModelConfig()))
 optimizer = make_optimizer(args, model.parameters())
 optimizer.attach(model)
 scheduler = make_schedule(args, optimizer)
+parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+if args.resume:
+    saved = torch.load(args.resume, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
 losses = []
-for step in range(args.steps):
+for step in range(scheduler.last_epoch, args.steps):
     first, last = step * args.accumulate, (step + 1) * args.accumulate - 1
     losses.append(0.0)
     for number in range(first, last + 1):
@@ -30,6 +35,11 @@ for step in range(args.steps):
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
+    if (step + 1) % args.save_every == 0:
+        optimizer.consolidate_errors()
+        if rank == 0:
+            args.checkpoints.mkdir(parents=True, exist_ok=True)
+            torch.save({name: part.state_dict() for name, part in parts.items()}, args.checkpoints / f"{step + 1}.pt")
 if rank == 0:
     report(args, optimizer, losses)
 dist.destroy_process_group()
