@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,35 @@ SMALL += ["--eval-sequences=8", "--save-every=2"]
 NEVER, IN_COMPRESSION = 99, 5
 
 
-def torchrun(*options: str, at: int, folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """Start torchrun; its workers write what they found to folder/result.json."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *options]
-    command += [str(SCRIPT), str(at), str(folder / "struck"), *SMALL]
-    command += [f"--out={folder / 'result.json'}", f"--checkpoint={folder / 'checkpoints'}"]
-    return subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts torchrun; its workers write what they found to folder/result.json. Whatever still runs is ended."""
+    started = []
+
+    def start(*options: str, at: int, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *options]
+        command += [str(SCRIPT), str(at), str(folder / "struck"), *SMALL]
+        command += [f"--out={folder / 'result.json'}", f"--checkpoint={folder / 'checkpoints'}"]
+        with (folder / f"output{len(started)}").open("wb") as output:
+            started.append(subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()  # ends its workers too
+    for process in started:
+        process.wait(60)
 
 
-def result(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+def result(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
     """What a training that ended well wrote."""
-    output, _ = process.communicate(timeout=250)
-    assert process.returncode == 0, output[-3000:]
+    status = process.wait(250)
+    assert status == 0, "".join(file.read_text()[-3000:] for file in folder.glob("output*"))
     return json.loads((folder / "result.json").read_text())
 
 
-def test_a_killed_worker_is_restarted_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted_and_nothing_is_lost(torchrun: Any, tmp_path: Path) -> None:
     """The end is that of a run that nobody disturbed, bit for bit: both saved at the same steps."""
     # gloo, started anew over torchrun's store, now and then finds addresses of processes that are dead, and fails once.
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.2"]
@@ -52,7 +64,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_lost(tmp_path: Path) -> Non
     assert found["held_out_loss"] == expected["held_out_loss"]
 
 
-def test_a_node_that_dies_leaves_a_smaller_training(tmp_path: Path) -> None:
+def test_a_node_that_dies_leaves_a_smaller_training(torchrun: Any, tmp_path: Path) -> None:
     """Two agents on one machine, one worker each; one agent is killed with its worker, the other goes on alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -61,18 +73,13 @@ def test_a_node_that_dies_leaves_a_smaller_training(tmp_path: Path) -> None:
     options += [f"--rdzv-endpoint=127.0.0.1:{port}", "--monitor-interval=0.2"]
     options += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host=%d"]
 
-    def agent(host: int) -> subprocess.Popen[str]:
+    def agent(host: int) -> subprocess.Popen[bytes]:
         *most, conf = options
         return torchrun(*most, conf % host, at=IN_COMPRESSION, folder=tmp_path / "run", FAULT="--whole-node")
 
     first = agent(1)
     second = agent(0)
-    try:
-        found = result(first, tmp_path / "run")
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
-    assert second.returncode != 0
+    found = result(first, tmp_path / "run")
+    assert second.wait(60) == -signal.SIGKILL
     assert found["processes"] == 1
     assert found["history"]["stage"] == ["compression"] * 4, "it went on from step 4"
