@@ -89,6 +89,8 @@ class Training:
         if drop_errors:
             for entry in state["optimizer"]["state"].values():
                 entry["pending_error"].zero_()
+            for group in state["optimizer"]["param_groups"]:
+                group["onebit_lamb"]["tensors"] = 0  # on purpose: they need not be those that were saved
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 

@@ -278,7 +278,7 @@ def gradient_like(parameter: Tensor, name: str) -> Tensor | None:
     """The gradient of a parameter in its memory order and dtype (a copy only where they differ), or None.
 
     Raises:
-        RuntimeError: for a sparse gradient or one on another device.
+        RuntimeError: for a sparse gradient, or one on another device or of another shape.
     """
     grad = parameter.grad
     if grad is None:
@@ -287,6 +287,9 @@ def gradient_like(parameter: Tensor, name: str) -> Tensor | None:
         raise RuntimeError(f"Invalid gradient of {name}: must be dense, got layout {grad.layout}.")
     if grad.device != parameter.device:
         raise RuntimeError(f"Invalid gradient of {name}: must be on {parameter.device}, got {grad.device}.")
+    if grad.shape != parameter.shape:
+        wanted, got = tuple(parameter.shape), tuple(grad.shape)
+        raise RuntimeError(f"Invalid gradient of {name}: must have shape {wanted}, got {got}.")
     if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
         return grad
     return torch.empty_like(parameter).copy_(grad)

@@ -8,19 +8,20 @@ were consolidated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
+from .buckets import Bucket, fingerprint
+from .hashing import hash_values
 from .kernels.tables import Clip, Decision, Rate
 from .stages import Compression, Replica, Uncompressed, Warmup, pending_error
 from .stages.switch import dense_momentum, fold_error, set_error
 
-VERSION = 1
+VERSION = 2
 KEY = "onebit_lamb"
 """Where a saved param group keeps the progress."""
 
@@ -37,6 +38,9 @@ SCALARS = {
 
 REPLICATED = frozenset((*SCALARS, "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "master"))
 """Keys in a parameter's state that are the same on every rank."""
+
+HASHED = REPLICATED | {"worker_error", "server_error", "pending_error"}
+"""Keys of all tensors that this optimizer saves."""
 
 CORRECTIONS = ("lamb_coeff_correction", "bias_correction1", "bias_correction2")
 """Keys of 1 - beta^k: 0 before the first step, and never in compression."""
@@ -63,6 +67,7 @@ class Progress:
         ranks, layout: of the process that saved; rank: whose errors they are.
         counted, skipped, streak: decisions so far.
         rho, rho_weight: running ratio of norms for clipping.
+        tensors: hash of all tensors of the state; 0: unknown, so that they are not checked.
     """
 
     version: int
@@ -80,6 +85,7 @@ class Progress:
     streak: int = 0
     rho: float = 0.0
     rho_weight: float = 0.0
+    tensors: int = 0
 
     def check(self) -> None:
         """Check that every entry has its type and is in its range, and that they fit together.
@@ -88,7 +94,7 @@ class Progress:
             ValueError: naming the entry, its value and the rule.
         """
         counts = ("calls", "warmup_base", "warmup_steps", "check_at", "counted", "skipped", "streak")
-        for key in ("version", "ranks", "rank", "layout", *counts):
+        for key in ("version", "ranks", "rank", "layout", "tensors", *counts):
             value = getattr(self, key)
             _check(key, value, "an integer", isinstance(value, int) and not isinstance(value, bool))
         for key in counts:
@@ -225,7 +231,20 @@ def read_state(
     saved = state_dict["state"]
     entries = {p: saved[number] for p, number in zip(names, saved_ids, strict=True) if number in saved}
     _check_state(progress, entries, names, replica)
+    if progress.tensors and progress.tensors != hash_entries(entries.values()):
+        raise ValueError(
+            "Invalid state_dict: its tensors are not those that were saved: the file is damaged, or somebody has "
+            f"changed them. Load an older checkpoint; or, if it was on purpose, set 'tensors' to 0 in {KEY!r} of every "
+            "group."
+        )
     return progress, entries
+
+
+def hash_entries(entries: Iterable[dict[str, Tensor]]) -> int:
+    """Hash of the tensors that a state has for its parameters, whatever their order (waits for the device)."""
+    listed = [{key: entry[key] for key in sorted(entry) if key in HASHED} for entry in entries]
+    hashes = iter(hash_values(tensor for entry in listed for tensor in entry.values()))
+    return sum(fingerprint([(key, next(hashes)) for key in entry]) for entry in listed) % (1 << 63) or 1
 
 
 def _in_our_order(
@@ -266,9 +285,11 @@ def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     saved = groups[0].get(KEY) if groups else None
     if not isinstance(saved, dict) or "version" not in saved:
         raise ValueError(f"Invalid state_dict: param groups must carry {KEY!r}; is it a state of OneBitLamb?")
-    if saved["version"] != VERSION:
-        raise ValueError(f"Invalid state_dict: version {saved['version']!r}; this release reads version {VERSION}.")
     names = {field.name for field in fields(Progress)}
+    if saved["version"] == 1:  # without the hash
+        names.remove("tensors")
+    elif saved["version"] != VERSION:
+        raise ValueError(f"Invalid state_dict: version {saved['version']!r}; this release reads 1 to {VERSION}.")
     if set(saved) != names:
         raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")
     progress = Progress(**saved)

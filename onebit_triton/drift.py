@@ -6,22 +6,16 @@ ranks that run different builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from .buckets import fingerprint
+from .hashing import hash_bits, words_of
 from .kernels.tables import flat
 from .stages import Compression, Replica, Uncompressed, Warmup
 from .stages.switch import dense_momentum
-
-PIECE = 1 << 20
-"""Elements that are hashed at a time: a hash takes 8 bytes and more for each."""
-
-MULTIPLIER = 0x5851F42D4C957F2D
-"""Odd, so that no bit of a word is lost."""
 
 
 def find_difference(replica: Replica, stage: Warmup | Uncompressed | Compression) -> str | None:
@@ -30,7 +24,7 @@ def find_difference(replica: Replica, stage: Warmup | Uncompressed | Compression
     Returns:
         None, or on every rank the same sentence that names the first tensor that differs, the ranks, and where.
     """
-    found = [_hash(tensor) for _, tensor in _replicated(replica, stage)]
+    found = [hash_bits(tensor) for _, tensor in _replicated(replica, stage)]
     hashes = torch.stack(found).tolist() if found else []
     rows = torch.tensor(replica.communicator.gather_numbers(hashes), dtype=torch.int64)
     differ = (rows != rows[:1]).any(0).nonzero()
@@ -41,11 +35,6 @@ def find_difference(replica: Replica, stage: Warmup | Uncompressed | Compression
     odd = (rows[:, number] != rows[0, number]).nonzero().flatten().tolist()
     others = f"; {len(differ) - 1} more differ" if len(differ) > 1 else ""
     return f"{name} of rank {odd[0]} is not that of rank 0: {_where(replica, mine, odd[0])}{others}."
-
-
-def hash_of(tensors: Sequence[Tensor]) -> int:
-    """63-bit hash of the fp32 values of tensors (waits for their devices)."""
-    return fingerprint([int(_hash(tensor.to(torch.float32).contiguous())) for tensor in tensors])
 
 
 def repair(replica: Replica, stage: Warmup | Uncompressed | Compression) -> None:
@@ -81,30 +70,14 @@ def _replicated(replica: Replica, stage: Warmup | Uncompressed | Compression) ->
             yield f"the layer table of {name}", bucket.rates[row]
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a dense tensor in memory order, as int32 or int16."""
-    return flat(tensor).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """Hash of all bits and their places, int64 []; stays on the device. Any single word that differs changes it."""
-    words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), PIECE):
-        part = words[start : start + PIECE].to(torch.int64)
-        places = torch.arange(start, start + part.numel(), device=tensor.device)
-        total += (part * (places * MULTIPLIER | 1)).sum()  # wraps, on every device alike
-    return total
-
-
 def _where(replica: Replica, mine: Tensor, odd: int) -> str:
     """From which element on a rank's tensor is not that of rank 0, and both values there; the same on every rank."""
     communicator = replica.communicator
     theirs = flat(mine).clone()
     communicator.broadcast(theirs)
-    apart = (_words(theirs) != _words(mine)).nonzero()
+    apart = (words_of(theirs) != words_of(mine)).nonzero()
     at = int(apart[0]) if len(apart) else 0
     first = communicator.gather_numbers([at])[odd][0]
-    bits = communicator.gather_numbers([int(_words(mine)[first])])
-    values = [torch.tensor([row[0]]).to(_words(mine).dtype).view(mine.dtype).item() for row in (bits[odd], bits[0])]
+    bits = communicator.gather_numbers([int(words_of(mine)[first])])
+    values = [torch.tensor([row[0]]).to(words_of(mine).dtype).view(mine.dtype).item() for row in (bits[odd], bits[0])]
     return f"element {first} is {values[0]!r} there and {values[1]!r} here"

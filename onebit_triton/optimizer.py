@@ -21,6 +21,7 @@ from .buckets import fingerprint, plan_layout
 from .collectives import Communicator, DeviceMesh, ProcessGroup, SharedGroup
 from .ddp import GradientHook, install_hook
 from .failures import doing
+from .hashing import hash_values
 from .hyperparameters import HyperTable, difference
 from .interrupts import signals_deferred
 from .kernels.backends import load_passes
@@ -631,10 +632,12 @@ class OneBitLamb(Optimizer):
         In compression on several ranks it contains this rank's pending errors: save one file per rank. After
         `consolidate_errors` it is the same on every rank: save one.
         """
-        shown, progress = self.state, self._progress().to_dict()
-        self.state = defaultdict(dict, checkpoint.export_state(self._replica, self._stage, self._consolidated))
+        shown, progress = self.state, self._progress()
+        exported = checkpoint.export_state(self._replica, self._stage, self._consolidated)
+        progress.tensors = checkpoint.hash_entries(exported.values())
+        self.state = defaultdict(dict, exported)
         for group in self.param_groups:
-            group[checkpoint.KEY] = dict(progress)
+            group[checkpoint.KEY] = progress.to_dict()
         try:
             return super().state_dict()
         finally:
@@ -655,9 +658,9 @@ class OneBitLamb(Optimizer):
         return {
             "the saved stage": int(progress.stage == "warmup"),
             "the saved step": progress.calls,
-            "the saved counts": fingerprint(sorted((progress.to_dict() | {"rank": 0}).items())),
-            "the saved hyperparameters": fingerprint(values, drift.hash_of(masks)),
-            "the saved moments": drift.hash_of(shared),
+            "the saved counts": fingerprint(sorted((progress.to_dict() | {"rank": 0, "tensors": 0}).items())),
+            "the saved hyperparameters": fingerprint(values, hash_values(masks)),
+            "the saved moments": fingerprint(hash_values(shared)),
         }
 
     @uninterrupted

@@ -107,7 +107,7 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 
 
 PROGRESS = {
-    "version": (2, "1", True, 1.0, None), "stage": ("", "Warmup", None, []), "errors": ("all", 1),
+    "version": (3, "1", True, 1.0, None), "stage": ("", "Warmup", None, []), "errors": ("all", 1),
     "calls": (-1, 0.5, "5", True, 2**31, 2**70, None, 2), "counted": (-1, 6, 3.0), "skipped": (-1, 6, None),
     "streak": (-1, 1), "warmup_base": (-1, 6, 2), "warmup_steps": (0, -1, 10**6), "check_at": (-1, None),
     "ranks": (0, -1, "1"), "rank": (-1, 1), "layout": (None, "x"), "rho": (-1.0, float("nan"), float("inf"), None),
