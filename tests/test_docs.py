@@ -146,3 +146,14 @@ def test_commands_are_found() -> None:
 def test_a_command_that_rotted_is_found(command: str, problem: str | None) -> None:
     (shown,) = commands(f"# A page\n\n```\n{command}\n```\n")
     assert list(problems(shown)) == ([] if problem is None else [problem])
+
+
+def test_the_tests_that_the_readme_names_exist() -> None:
+    section = (ROOT / "README.md").read_text().split("\n## What happens when ...\n")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
+    named = [re.findall(r"`(test_\w+)` \|$", row) for row in rows]
+    assert len(rows) > 30
+    assert all(len(names) == 1 for names in named), "a test for every line"
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = re.findall(r"^def (test_\w+)", sources, re.MULTILINE)
+    assert [name for (name,) in named if defined.count(name) != 1] == []

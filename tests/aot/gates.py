@@ -11,17 +11,18 @@ from .launches import PARTIALS, Launch
 REGISTERS = {
     "flatten_gradients": 40,
     "gradient_norms": 64,
-    "decide_averaged": 40,
+    "decide_averaged": 48,
     "clip_local": 24,
-    "decide_exchanged": 48,
+    "decide_exchanged": 64,
+    "accept_returned": 64,
     "lamb_moments": 80,
     "trust_ratio": 40,
     "lamb_apply": 64,
     "compress_momentum": 96,
-    "seal_worker": 40,
+    "seal_worker": 48,
     "undo_momentum": 56,
     "reduce_chunk": 128,
-    "seal_server": 40,
+    "seal_server": 48,
     "fresh_variance": 128,
     "soft_threshold_rate": 40,
     "compressed_apply": 72,
@@ -55,7 +56,9 @@ WRITES = {
 }
 """Pass -> what it writes element by element; the momentum only where there are gradients to move it by."""
 
-REDUCED = PARTIALS | {"clip_local": 1, "decide_exchanged": 6}
+REDUCED = PARTIALS | {
+    "decide_averaged": 4, "clip_local": 1, "decide_exchanged": 7, "accept_returned": 5, "seal_worker": 3, "seal_server": 2,
+}  # fmt: skip
 """Pass -> values that a program reduces over its threads."""
 
 

@@ -71,6 +71,8 @@ def give_errors(optimizer: OneBitLamb, run: Any, steps: int, rank: int) -> None:
         end = start + entry["server_error"].numel()
         entry["server_error"], start = server[start:end], end
     assert start == server.numel()
+    for group in state["param_groups"]:
+        group["onebit_lamb"]["tensors"] = 0  # changed on purpose
     optimizer.load_state_dict(state)
 
 
