@@ -25,6 +25,7 @@ SMALL = {
     "examples/lightning_fabric_lm.py": f"{RECIPE} --freeze-step=1",
     "examples/lightning_trainer_lm.py": f"{RECIPE} --freeze-step=1",
     "examples/transformers_bert.py": f"{RECIPE} --eval-windows=8",
+    "examples/resume.py": "--save-at=4 --freeze-step=2 --more=2 --width=32 --seeds=1",
 }
 """Options that are added to a command, so that it takes seconds."""
 SHORTENED = ("step-100", "step-2"), ("step=100", "step=2"), ("checkpoint-100", "checkpoint-2")
@@ -46,6 +47,27 @@ model = torch.nn.Linear(4, 2)
 before = model.weight.detach().clone()
 """
 AROUND = {
+    "docs/trainers.md": (
+        """
+import torch
+from accelerate import Accelerator
+from onebit_triton import OneBitLamb
+accelerator = Accelerator(cpu=True)
+class Model(torch.nn.Linear):
+    def forward(self, tokens, targets):
+        return torch.nn.functional.mse_loss(super().forward(tokens), targets)
+model, folder = Model(4, 2), "{folder}/saved"
+tokens, targets = torch.ones(3, 4), torch.zeros(3, 2)
+scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+before = model.weight.detach().clone()
+OneBitLamb.attach = lambda optimizer, model: model  # one process has no DDP model to attach
+""",
+        """
+import os
+assert (model.weight != before).any()
+assert "optimizer.bin" in os.listdir(folder)
+""",
+    ),
     "README.md": (
         GROUP,
         """
