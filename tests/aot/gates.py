@@ -56,8 +56,8 @@ WRITES = {
 }
 """Pass -> what it writes element by element; the momentum only where there are gradients to move it by."""
 
-REDUCED = PARTIALS | {"decide_averaged": 4, "clip_local": 1, "seal_worker": 3, "seal_server": 2}
-"""Pass -> values that a program reduces over its threads."""
+REDUCED = PARTIALS | {"decide_averaged": 4, "clip_local": 1, "seal_worker": 4, "seal_server": 3}
+"""Pass -> 32-bit values that a program reduces over its threads; the check of a message is of 64 bits."""
 
 DECIDING = ("decide_exchanged", "accept_returned")
 """Passes that look at words of all ranks' headers: tiny, and in two dimensions; their reductions are not counted."""

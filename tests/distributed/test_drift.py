@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onebit_triton import OneBitLamb
-from onebit_triton.kernels.tables import Rate
+from onebit_triton.kernels.tables import HEADER_BYTES, Rate
 
 from ..ranks import RankPool
 from ..training import gradients, logged, parameters, set_gradients, vector
@@ -43,7 +43,7 @@ def spoil_parameter(optimizer: OneBitLamb, params: list[Any]) -> None:
 
 def spoil_momentum(optimizer: OneBitLamb, params: list[Any]) -> None:
     """One sign of the momentum that the last exchange left."""
-    optimizer._stage.exchange.momentum[0][0, 16] ^= 1  # type: ignore[union-attr]
+    optimizer._stage.exchange.momentum[0][0, HEADER_BYTES] ^= 1  # type: ignore[union-attr]
 
 
 def spoil_rates(optimizer: OneBitLamb, params: list[Any]) -> None:
