@@ -5,6 +5,8 @@ All of it stays on the device: the passes that follow read the decision there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -214,6 +216,11 @@ def _accept_returned_kernel(
         tl.store(decision_ptr + SKIP, tl.load(decision_ptr + SKIP) | damaged)
 
 
+def _by_ranks(ranks: int) -> dict[str, Any]:
+    """Launch constants of passes that hold the checked words of all ranks' messages in registers."""
+    return {"num_warps": 4 if ranks <= 8 else 16, "enable_fp_fusion": False}
+
+
 def decide_averaged(
     partials: Tensor, local_squares: Tensor, roll: Tensor, decision: Tensor, clip: Tensor, track_rho: bool
 ) -> None:
@@ -269,9 +276,8 @@ def decide_exchanged(received: Tensor, headers: Tensor, message_words: Tensor, d
     buckets, ranks = headers.shape
     require("message_words", message_words, torch.int32, buckets, received.device)
     _decide_exchanged_kernel[(1,)](
-        received, headers, message_words, decision, buckets, ranks, triton.next_power_of_2(ranks),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        received, headers, message_words, decision, buckets, ranks, triton.next_power_of_2(ranks), **_by_ranks(ranks)
+    )
 
 
 def accept_returned(messages: Tensor, tag: Tensor, decision: Tensor, first: bool) -> None:
@@ -290,6 +296,5 @@ def accept_returned(messages: Tensor, tag: Tensor, decision: Tensor, first: bool
     require("decision", decision, torch.int32, len(Decision), messages.device)
     require("tag", tag, torch.int32, 1, messages.device)
     _accept_returned_kernel[(1,)](
-        messages, tag, decision, message_bytes, first, ranks, triton.next_power_of_2(ranks),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        messages, tag, decision, message_bytes, first, ranks, triton.next_power_of_2(ranks), **_by_ranks(ranks)
+    )

@@ -286,10 +286,11 @@ def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     if not isinstance(saved, dict) or "version" not in saved:
         raise ValueError(f"Invalid state_dict: param groups must carry {KEY!r}; is it a state of OneBitLamb?")
     names = {field.name for field in fields(Progress)}
-    if saved["version"] == 1:  # without the hash
+    version = saved["version"]
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"Invalid state_dict: version {version!r}; this release reads 1 to {VERSION}.")
+    if version == 1:  # without the hash
         names.remove("tensors")
-    elif saved["version"] != VERSION:
-        raise ValueError(f"Invalid state_dict: version {saved['version']!r}; this release reads 1 to {VERSION}.")
     if set(saved) != names:
         raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")
     progress = Progress(**saved)

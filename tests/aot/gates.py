@@ -13,7 +13,7 @@ REGISTERS = {
     "gradient_norms": 64,
     "decide_averaged": 48,
     "clip_local": 24,
-    "decide_exchanged": 64,
+    "decide_exchanged": 128,
     "accept_returned": 64,
     "lamb_moments": 80,
     "trust_ratio": 40,

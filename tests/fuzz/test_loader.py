@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -237,6 +238,27 @@ def change_on_rank(rank: int, ranks: int, what: str) -> str:
 def test_ranks_must_load_the_same(ranks: RankPool, what: str) -> None:
     for reason in ranks(2, change_on_rank, what):
         assert f"Ranks do not agree on {what}: rank 1" in reason
+
+
+@pytest.mark.parametrize("stage", ["warmup", "compression"])
+def test_any_changed_bit_of_a_tensor_is_found(stage: str) -> None:
+    """A state of version 1 has no hash, and loads."""
+    params, optimizer = build()
+    train(params, optimizer, 0, range(2))
+    state = copy.deepcopy(states_of(0, 1)[stage])
+    good = bits(params, optimizer)
+    for entry in state["state"].values():
+        for key, tensor in entry.items():
+            tensor.view(-1).view(torch.int32)[-1:] ^= 1
+            with pytest.raises(ValueError, match="not those that were saved"):
+                optimizer.load_state_dict(state)
+            assert bits(params, optimizer) == good, key
+            tensor.view(-1).view(torch.int32)[-1:] ^= 1
+    for group in state["param_groups"]:
+        del group[KEY]["tensors"]
+        group[KEY]["version"] = 1
+    optimizer.load_state_dict(state)
+    assert optimizer.stage == stage
 
 
 # DeepSpeed's states
