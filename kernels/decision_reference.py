@@ -118,6 +118,6 @@ def accept_returned_reference(messages: Tensor, tag: Tensor, decision: Tensor, f
         return
     reports = torch.where(intact, header(messages, Header.FLAGS), 0)
     _, server = worst_of(reports & ((1 << SERVER_RANK_SHIFT) - 1))
-    report = reports[server]
+    report = reports.index_select(0, server.view(1))[0]  # indexing by a tensor would read it on the host
     decision[Decision.FAULT] = report & ((1 << SERVER_RANK_SHIFT) - 1)
     record_decision(decision, (report != 0) | damaged, report >> SERVER_RANK_SHIFT)

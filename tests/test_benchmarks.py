@@ -46,7 +46,7 @@ def test_tiny_benchmarks_run_and_are_reported(tmp_path: Path) -> None:
     assert step["wire_bytes"] == exchange["wire_bytes"]
     blocks = sum(-(-torch.Size(shape).numel() // 1024) for shape in shapes("64k"))
     padded = (blocks + blocks % 2) * 1024
-    assert step["wire_bytes"] == 2 * (padded // 2 // 8 + 16)
+    assert step["wire_bytes"] == 2 * (padded // 2 // 8 + 32)
     assert found["bench_exchange[64k-all-reduce-fp32]"]["wire_bytes"] == 4 * padded
     assert found["bench_step[onebit-torch-warmup-64k-2]"]["wire_bytes"] == 0
 

@@ -29,7 +29,7 @@ def test_layout_covers_everything_once(sizes: list[int], block: int, bucket: int
         for segment, (start, size) in enumerate(zip(blocks.starts, blocks.sizes, strict=True)):
             assert start % block == 0
             assert (blocks.segment[start // block : -(-(start + size) // block)] == segment).all()
-        assert message_bytes(planned, block, ranks) == 16 + planned.blocks * block // ranks // 8
+        assert message_bytes(planned, block, ranks) == 32 + planned.blocks * block // ranks // 8
 
 
 @given(sizes=SIZES)

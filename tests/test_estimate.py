@@ -93,7 +93,7 @@ def test_step_times_by_hand() -> None:
     assert found.fp32.exchange == pytest.approx(8 * sent / 1e8 + 2 * 6 * 0.001)  # two buckets of DDP
     assert found.fp32.step == pytest.approx(0.2 + 0.03 + found.fp32.exchange - 0.1)
     assert found.fp16.step == pytest.approx(0.2 + 0.03 + 8 * sent / 2 / 1e8 + 0.012 - 0.1)
-    assert found.onebit.sent == sent / 32 + 2 * 2 * 3 * 16
+    assert found.onebit.sent == sent / 32 + 2 * 2 * 3 * 32
     assert found.onebit.step == pytest.approx(0.2 + 0.05 + 8 * found.onebit.sent / 1e8 + 2 * 4 * 0.001)
     mean = 0.25 * found.fp32.step + 0.75 * found.onebit.step
     assert found.training_speedup(found.fp16) == pytest.approx(found.fp16.step / mean)
