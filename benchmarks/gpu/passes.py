@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onebit_triton.kernels.backends import load_passes
-from onebit_triton.kernels.planes_reference import header
+from onebit_triton.kernels.planes_reference import check_sum, header
 from onebit_triton.kernels.tables import Decision, Header, TensorTable
 
 from .formulas import ELEMENTWISE, FORMULAS, signs
@@ -86,8 +86,10 @@ class CheckedPasses:
     def _compare_twin(self, tally: Tally, argument: str, found: Tensor, expected: Tensor) -> None:
         if found.dtype == torch.uint8 and "message" in argument:
             found, expected = found.view(-1, found.shape[-1]).clone(), expected.view(-1, expected.shape[-1]).clone()
+            intact = torch.equal(check_sum(found) == 0, check_sum(expected) == 0)
+            tally.expect(intact, f"{argument} does not pass its check, or should not")
             for number in (Header.SCALE, Header.SQUARES, Header.CHECK):
-                if number != Header.CHECK:  # of rounded words
+                if number != Header.CHECK:  # which is of rounded words
                     mine, twins = header(found, number), header(expected, number)
                     self._compare_rounded(tally, f"{argument}'s header", mine, twins)
                 header(found, number).copy_(header(expected, number))
