@@ -37,6 +37,9 @@ class Compression:
         """Take one step with this rank's own gradients."""
         replica, exchange, passes = self._replica, self.exchange, self._replica.passes
         decision, clip = replica.decision, replica.clip
+        if not replica.buckets:  # nothing to exchange: the step counts all the same
+            passes.decide_averaged(replica.norms, replica.local_squares, replica.roll, decision, clip, False)
+            return
         if replica.clipping:
             with phase("clip"):
                 replica.share_local_squares(replica.sum_local_squares())

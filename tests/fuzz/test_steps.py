@@ -35,6 +35,14 @@ MASKED = Plan(
 )  # fmt: skip
 
 
+EMPTY = Plan(
+    (Group((Tensor((3, 0)), Tensor((0,)))),), MASKED.options,
+    (Step(), Step(), Step(bad=(1, 3, 3e30)), Step(), Resume(), Step(), Move(2), Step(), Rewarm(1), Step(), Step()),
+    ranks=3,
+)  # fmt: skip
+"""Nothing to exchange; steps count all the same."""
+
+
 def with_kernels(plan: Plan) -> Plan:
     return replace(plan, options=plan.options | {"backend": "triton"})
 
@@ -50,7 +58,7 @@ def follow(ranks: RankPool, cases: list[Plan]) -> None:
 @pytest.mark.distributed
 @settings(max_examples=max(1, EXAMPLES // 4))
 @given(st.lists(plans(), min_size=1, max_size=8))
-@example([MASKED, OVERFLOW])
+@example([MASKED, OVERFLOW, EMPTY])
 def test_steps(ranks: RankPool, cases: list[Plan]) -> None:
     """Several plans in a call, which costs more than they do; shrinking leaves the one that fails."""
     follow(ranks, cases)
