@@ -80,8 +80,15 @@ def init_distributed(choice: str) -> Worker:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return Worker(device)
-    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
-    return Worker(device, dist.get_rank(), dist.get_world_size())
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun's store outlives the processes that it restarts. Without a prefix of its own the new group would find the
+    # addresses of the dead ones there, and wait for them.
+    store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{world_size}", store)
+    dist.init_process_group(
+        "nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=world_size,
+        device_id=device if use_cuda else None,
+    )  # fmt: skip
+    return Worker(device, rank, world_size)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
