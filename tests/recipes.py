@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+MODULES = ("transformers.trainer", "transformers.models.bert.modeling_bert", "lightning.pytorch", "onebit_triton")
+"""All that the recipes import, the slow parts first."""
 TIMEOUT = 200.0
 """Seconds that one run may take before its processes are killed."""
 

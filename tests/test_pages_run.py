@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from .pages import ROOT, RUNNABLE, blocks, page_id, shell_lines, words
-from .recipes import Launcher
+from .recipes import MODULES, Launcher
 
-MODULES = ("transformers.trainer", "transformers.models.bert.modeling_bert", "lightning.pytorch", "onebit_triton")
 NOT_CODE = ("bibtex",)
 RECIPE = "--steps=4 --save-every=2 --batch-size=1 --accumulate=1"
 SMALL = {

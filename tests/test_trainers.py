@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from .recipes import EXAMPLES, Launcher
+from .recipes import EXAMPLES, MODULES, Launcher
 
 pytestmark = pytest.mark.distributed
-# All that the recipes import, the slow parts first.
-MODULES = ("transformers.trainer", "transformers.models.bert.modeling_bert", "lightning.pytorch", "onebit_triton")
 STEPS, FREEZE_STEP, ACCUMULATE = 13, 6, 2
 # The first checkpoint is of the warmup, the second of compression.
 SAVED = WARMUP, COMPRESSION = 5, 10

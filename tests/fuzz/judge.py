@@ -76,10 +76,8 @@ class Judge:
             for key in STATES.keys() & seen.keys() - {"worker_error", "server_error"}:
                 if not np.array_equal(seen[key], first[key]):
                     raise MismatchError(f"{where}: {key} of rank {rank} is not that of rank 0")
-            differ = {key for key in seen["progress"] if seen["progress"][key] != first["progress"][key]} - {
-                "rank",
-                "tensors",
-            }
+            differ = {key for key in seen["progress"] if seen["progress"][key] != first["progress"][key]}
+            differ -= {"rank", "tensors"}  # which are of the errors of each rank
             if differ:
                 raise MismatchError(f"{where}: ranks differ in {differ}")
         together = {key: np.asarray(first[key], np.float64) for key in STATES.keys() & first.keys()}
