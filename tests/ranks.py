@@ -38,6 +38,7 @@ def _serve(connection: Connection) -> None:
                 timeout=datetime.timedelta(seconds=60),
             )  # fmt: skip
             try:
+                dist.barrier()  # a rank that is done at once would close on one that still connects
                 result = (True, function(rank, ranks, *args))
             finally:
                 dist.destroy_process_group()
