@@ -68,11 +68,11 @@ def declared(name: str, ranks: int = 1, param: int = 4, grad: int = 4, momentum:
         "reduce_chunk": Traffic(BIT + 4 * served, (4 + BIT) * served, 0, 4 * served),
         "seal_server": Traffic(block_read=4 * served),
         "fresh_variance": {
-            "bits": Traffic(2 * BIT + 12, 4 + BIT, 0, 12),
-            "dense": Traffic(BIT + 16, 4 + BIT, 0, 12),
-            "uncompressed": Traffic(grad + 16, 8, 0, 12),
+            "bits": Traffic(2 * BIT + 12, 4 + BIT, 0, 16),
+            "dense": Traffic(BIT + 16, 4 + BIT, 0, 16),
+            "uncompressed": Traffic(grad + 16, 8, 0, 16),
         }[momentum],
-        "soft_threshold_rate": Traffic(block_read=12),
+        "soft_threshold_rate": Traffic(block_read=16),
         "compressed_apply": Traffic((4 if momentum == "uncompressed" else BIT) + 8, 4 + copy),
     }[name]
 

@@ -33,6 +33,7 @@ FACTOR_MIN = tl.constexpr(int(Hyper.FACTOR_MIN))
 FACTOR_MAX = tl.constexpr(int(Hyper.FACTOR_MAX))
 THRESHOLD_LOW = tl.constexpr(int(Hyper.THRESHOLD_LOW))
 THRESHOLD_HIGH = tl.constexpr(int(Hyper.THRESHOLD_HIGH))
+MAX_RATE_RATIO = tl.constexpr(int(Hyper.MAX_RATE_RATIO))
 COEFF_BIAS_CORRECTION = tl.constexpr(int(Hyper.COEFF_BIAS_CORRECTION))
 HYPERS = tl.constexpr(len(Hyper))
 
@@ -267,6 +268,15 @@ def sum_range(values_ptr, start, stop, TILE: tl.constexpr):
     for at in range(start, stop, TILE):
         total += tl.load(values_ptr + at + lane, mask=at + lane < stop, other=0.0)
     return tl.sum(total)
+
+
+@triton.jit
+def bounded_trust_ratio(p_norm, u_norm, hyper):
+    """|p| / |u| of a segment before and within its bounds; 1 where either norm is 0."""
+    still = (p_norm == 0) | (u_norm == 0)
+    unclipped = tl.where(still, 1.0, tl.div_rn(p_norm, u_norm))
+    c = tl.minimum(tl.maximum(unclipped, tl.load(hyper + MIN_COEFF)), tl.load(hyper + MAX_COEFF))
+    return unclipped, tl.where(still, 1.0, c)
 
 
 @triton.jit

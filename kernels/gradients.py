@@ -30,7 +30,7 @@ def _flatten_gradients_kernel(
         i = start + tl.arange(0, TILE)
         g = load_segment(address, offset, i, remaining, BLOCK, DTYPE, ALIGNED)
         g = tl.div_rn(g, tl.full([TILE], RANKS, tl.float32))
-        tl.store(out_ptr + block * BLOCK + i, g.to(DTYPE))
+        tl.store(out_ptr + block * BLOCK + i, g.to(out_ptr.dtype.element_ty))
 
 
 @kernel
@@ -55,11 +55,13 @@ def flatten_gradients(grads: TensorTable, blocks: BlockMap, out: Tensor, ranks: 
     Args:
         grads: gradients of the bucket's segments; missing ones count as zero.
         blocks: the bucket's block map.
-        out: dtype of the gradients, [blocks * block_elements]; padding becomes zero.
+        out: fp32, bf16 or fp16 [blocks * block_elements]; padding becomes zero.
         ranks: what to divide by (in fp32, then rounded), so that a sum over ranks is the mean.
     """
     block = blocks.block_elements
-    require("out", out, grads.dtype, blocks.blocks * block, grads.addresses.device)
+    if out.dtype not in TRITON_DTYPES:
+        raise ValueError(f"Invalid out: its dtype must be one of {[*map(str, TRITON_DTYPES)]}, got {out.dtype}.")
+    require("out", out, out.dtype, blocks.blocks * block, grads.addresses.device)
     _flatten_gradients_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, out,
         ranks, block, tile_elements(block), TRITON_DTYPES[grads.dtype], grads.aligned, **launch_constants(block),

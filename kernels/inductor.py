@@ -277,9 +277,11 @@ def _reduce(
 
 
 def _soft_threshold_rate(
-    hyper: Tensor, rates: Tensor, factor: Tensor, up_squares: Tensor, u_squares: Tensor, decision: Tensor
-) -> None:
-    _commit(rates, variance_reference.soft_threshold_rate(factor, up_squares, u_squares, hyper, rates), decision)
+    hyper: Tensor, rates: Tensor, factor: Tensor, up_squares: Tensor, u_squares: Tensor, p_squares: Tensor,
+    decision: Tensor,
+) -> None:  # fmt: skip
+    rate = variance_reference.soft_threshold_rate(factor, up_squares, u_squares, p_squares, hyper, rates)
+    _commit(rates, rate, decision)
 
 
 def _refresh_and_rate(
@@ -295,8 +297,9 @@ def _refresh_and_rate(
     update.copy_(u)
     member = _of_segment(segment, rates.shape[0])
     factor = torch.where(member, ratio.unsqueeze(0), 0.0).amax(1)
-    up_squares, u_squares = (torch.where(member, one.unsqueeze(0), 0.0).sum(1) for one in sums)
-    _commit(rates, variance_reference.soft_threshold_rate(factor, up_squares, u_squares, hyper, rates), decision)
+    up_squares, u_squares, p_squares = (torch.where(member, one.unsqueeze(0), 0.0).sum(1) for one in sums)
+    rate = variance_reference.soft_threshold_rate(factor, up_squares, u_squares, p_squares, hyper, rates)
+    _commit(rates, rate, decision)
 
 
 def _move(
@@ -387,7 +390,7 @@ REFRESH_AND_RATE = Compiled(_refresh_and_rate, 9, 2)
 REFRESH = Compiled(_refresh, 8)
 DENSE_MOMENTUM = Compiled(_dense_momentum, 5)
 REFRESH_DENSE = Compiled(_refresh_dense, 7)
-SOFT_THRESHOLD_RATE = Compiled(_soft_threshold_rate, 0, 5)
+SOFT_THRESHOLD_RATE = Compiled(_soft_threshold_rate, 0, 6)
 MOVE = Compiled(_move, 6, 1)
 MOVE_DENSE = Compiled(_move_dense, 5, 1)
 
@@ -600,7 +603,7 @@ class InductorPasses:
         exchanged = variance_reference.exchange_rows(blocks, old_messages, new_messages, hyper, rates, bias_correction)
         old, new = self._read_planes(old_messages, blocks, "old"), self._read_planes(new_messages, blocks, "new")
         v, v_fresh = (state.view(blocks.blocks, -1) for state in (exp_avg_sq, exp_avg_sq_fresh))
-        sums = self._buffer("sums3", (blocks.blocks, 3))
+        sums = self._buffer("sums4", (blocks.blocks, 4))
         for group in self._groups(blocks):
             tables = hyper[group.segments], rates[group.segments]
             if len(group.pieces) == 1:
@@ -618,8 +621,8 @@ class InductorPasses:
                     p, old[at], new[at], v[at], v_fresh[at], row[at], exchanged[at], sums[at], decision,
                     bias_correction,
                 )  # fmt: skip
-            ratio, up, u = sums[group.blocks].split(1, 1)
-            SOFT_THRESHOLD_RATE(*tables, ratio.amax(0), up.sum(0), u.sum(0), decision)
+            ratio, up, u, p = sums[group.blocks].split(1, 1)
+            SOFT_THRESHOLD_RATE(*tables, ratio.amax(0), up.sum(0), u.sum(0), p.sum(0), decision)
             for piece in group.backwards:
                 at, p = piece.blocks, self._read(params, blocks, piece, "p")
                 MOVE(
@@ -636,7 +639,7 @@ class InductorPasses:
     ) -> None:  # fmt: skip
         row = lamb_reference.block_rows(blocks, hyper, rates)
         m, v, v_fresh = (state.view(blocks.blocks, -1) for state in (exp_avg, exp_avg_sq, exp_avg_sq_fresh))
-        sums = self._buffer("sums3", (blocks.blocks, 3))
+        sums = self._buffer("sums4", (blocks.blocks, 4))
         for group in self._groups(blocks):
             for piece in group.pieces:
                 at = piece.blocks
@@ -644,8 +647,8 @@ class InductorPasses:
                 squares = self._buffer("squares", p.shape)
                 DENSE_MOMENTUM(g, m[at], v[at], row[at], squares, clip, decision)
                 REFRESH_DENSE(p, m[at], squares, v[at], v_fresh[at], row[at], sums[at], decision, bias_correction)
-            ratio, up, u = sums[group.blocks].unbind(1)
-            per_segment = group.map.max(ratio), group.map.sum(up), group.map.sum(u)
+            ratio, *sums_of_squares = sums[group.blocks].unbind(1)
+            per_segment = group.map.max(ratio), *(group.map.sum(one) for one in sums_of_squares)
             SOFT_THRESHOLD_RATE(hyper[group.segments], rates[group.segments], *per_segment, decision)
             for piece in group.backwards:
                 at, p = piece.blocks, self._read(params, blocks, piece, "p")

@@ -24,8 +24,6 @@ from .common import (
     GRAD_SCALE,
     HYPERS,
     LR,
-    MAX_COEFF,
-    MIN_COEFF,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     ONE_MINUS_COEFF_BETA,
@@ -37,6 +35,7 @@ from .common import (
     TRITON_DTYPES,
     UNCLIPPED,
     WEIGHT_DECAY,
+    bounded_trust_ratio,
     corrected,
     kernel,
     last_block_first,
@@ -102,10 +101,7 @@ def _trust_ratio_kernel(first_block_ptr, partials_ptr, hyper_ptr, rates_ptr, dec
     start, stop = tl.load(first_block_ptr + segment), tl.load(first_block_ptr + segment + 1)
     p_norm = tl.sqrt_rn(sum_range(partials_ptr, start, stop, TILE))
     u_norm = tl.sqrt_rn(sum_range(partials_ptr + blocks, start, stop, TILE))
-    still = (p_norm == 0) | (u_norm == 0)
-    unclipped = tl.where(still, 1.0, tl.div_rn(p_norm, u_norm))
-    c = tl.minimum(tl.maximum(unclipped, tl.load(hyper + MIN_COEFF)), tl.load(hyper + MAX_COEFF))
-    c = tl.where(still, 1.0, c)
+    unclipped, c = bounded_trust_ratio(p_norm, u_norm, hyper)
     coeff_beta, one_minus_coeff_beta = tl.load(hyper + COEFF_BETA), tl.load(hyper + ONE_MINUS_COEFF_BETA)
     tl.store(rates + STEP, tl.load(rates + STEP) + 1.0)
     tl.store(rates + COEFF, coeff_beta * tl.load(rates + COEFF) + one_minus_coeff_beta * c)

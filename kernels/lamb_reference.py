@@ -92,13 +92,19 @@ def lamb_moments_reference(
     commit(v, v_new, decision)
 
 
-def trust_ratio(p_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
-    """The layer table after this step, from sums of squares per segment."""
-    p_norm, u_norm = p_squares.sqrt(), u_squares.sqrt()
+def bounded_trust_ratio(p_norm: Tensor, u_norm: Tensor, hyper: Tensor) -> tuple[Tensor, Tensor]:
+    """|p| / |u| of every segment before and within its bounds; 1 where either norm is 0."""
     one = torch.ones_like(p_norm)
     still = (p_norm == 0) | (u_norm == 0)
     unclipped = torch.where(still, one, p_norm / u_norm)
-    c = torch.where(still, one, unclipped.clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF]))
+    c = unclipped.clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF])
+    return unclipped, torch.where(still, one, c)
+
+
+def trust_ratio(p_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
+    """The layer table after this step, from sums of squares per segment."""
+    unclipped, c = bounded_trust_ratio(p_squares.sqrt(), u_squares.sqrt(), hyper)
+    one = torch.ones_like(c)
     new = rates.clone()
     new[:, Rate.STEP] += 1
     for column, decay, one_minus_decay, value in (

@@ -87,7 +87,8 @@ class Hyper(IntEnum):
     FACTOR_MAX = 12
     THRESHOLD_LOW = 13  # 1 - factor_threshold
     THRESHOLD_HIGH = 14  # 1 + factor_threshold
-    COEFF_BIAS_CORRECTION = 15  # 1 or 0
+    MAX_RATE_RATIO = 15  # inf when off
+    COEFF_BIAS_CORRECTION = 16  # 1 or 0
 
 
 class Rate(IntEnum):

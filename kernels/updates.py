@@ -56,7 +56,7 @@ def compressed_update(
 ) -> None:
     """`fresh_variance`, `soft_threshold_rate`, `compressed_apply`; arguments as there.
 
-    partials is fp32 [3, blocks], scratch. Afterwards old_messages hold what new_messages held, unless the step is
+    partials is fp32 [4, blocks], scratch. Afterwards old_messages hold what new_messages held, unless the step is
     skipped: the momentum is up to date.
     """
     passes.fresh_variance(

@@ -1,7 +1,8 @@
 """Stage 2, every rank alike: the fresh variance, the soft-threshold layer rate, and the update.
 
     g~ = (m_new - b1 m) / (1-b1),  v' = b2 v' + (1-b2) g~ g~                            `fresh_variance`
-    f = max (sqrt(v)+eps) / (sqrt(v')+eps), softened and clamped; rate = lr C f         `soft_threshold_rate`
+    f = max (sqrt(v)+eps) / (sqrt(v')+eps), softened and clamped; rate = lr C f,        `soft_threshold_rate`
+        at most lr max_rate_ratio clamp(|p| / |u|, min_coeff, max_coeff)
     p -= rate (m_new / (sqrt(v)+eps) + wd p)                                            `compressed_apply`
 
 Only elements with v > 0 take part. An element that never saw a gradient has v = 0; one masked by the user has its v
@@ -30,6 +31,7 @@ from .common import (
     HEADER,
     HYPERS,
     LR,
+    MAX_RATE_RATIO,
     ONE_MINUS_BETA1,
     ONE_MINUS_BETA2,
     RATE,
@@ -44,6 +46,7 @@ from .common import (
     UNCLIPPED,
     WEIGHT_DECAY,
     block_of_messages,
+    bounded_trust_ratio,
     corrected,
     kernel,
     last_block_first,
@@ -106,6 +109,7 @@ def _fresh_variance_kernel(
     factor = tl.zeros([1, PLANE], tl.float32)
     direction_squares = tl.zeros([1, PLANE], tl.float32)
     u_squares = tl.zeros([1, PLANE], tl.float32)
+    p_squares = tl.zeros([1, PLANE], tl.float32)
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
@@ -135,12 +139,15 @@ def _fresh_variance_kernel(
         ratio = tl.where(part, tl.div_rn(denominator, fresh_denominator), 0.0)
         factor = tl.maximum(factor, tl.max(ratio, axis=0, keep_dims=True))
         direction = tl.where(part, tl.div_rn(direction, denominator), 0.0)
-        u = direction + weight_decay * load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
+        p = load_segment(param, offset, i, remaining, BLOCK, tl.float32, PARAM_ALIGNED)
+        u = direction + weight_decay * p
         direction_squares += tl.sum(direction * direction, axis=0, keep_dims=True)
         u_squares += tl.sum(u * u, axis=0, keep_dims=True)
+        p_squares += tl.sum(p * p, axis=0, keep_dims=True)
     tl.store(partials_ptr + block, tl.max(factor))
     tl.store(partials_ptr + blocks + block, tl.sum(direction_squares))
     tl.store(partials_ptr + 2 * blocks + block, tl.sum(u_squares))
+    tl.store(partials_ptr + 3 * blocks + block, tl.sum(p_squares))
 
 
 @kernel
@@ -156,6 +163,7 @@ def _soft_threshold_rate_kernel(
     factor = max_range(partials_ptr, start, stop, TILE)
     direction_norm = tl.sqrt_rn(sum_range(partials_ptr + blocks, start, stop, TILE))
     u_norm = tl.sqrt_rn(sum_range(partials_ptr + 2 * blocks, start, stop, TILE))
+    p_norm = tl.sqrt_rn(sum_range(partials_ptr + 3 * blocks, start, stop, TILE))
     share = tl.where(u_norm > 0, tl.minimum(tl.div_rn(direction_norm, u_norm), 1.0), 1.0)
     factor = tl.where(tl.load(hyper + WEIGHT_DECAY) > 0, factor * share + 1.0 - share, factor)
     takes_part = tl.load(rates + COUNT) > 0
@@ -170,8 +178,10 @@ def _soft_threshold_rate_kernel(
     coeff = tl.where(correct, tl.div_rn(coeff, tl.load(rates + COEFF_CORRECTION)), coeff)
     tl.store(rates + STEP, tl.load(rates + STEP) + 1.0)
     tl.store(rates + FACTOR, factor)
-    tl.store(rates + COEFF_USED, coeff * factor)
-    tl.store(rates + RATE, tl.load(hyper + LR) * (coeff * factor))
+    _, trust = bounded_trust_ratio(p_norm, u_norm, hyper)
+    used = tl.minimum(coeff * factor, tl.load(hyper + MAX_RATE_RATIO) * trust)
+    tl.store(rates + COEFF_USED, used)
+    tl.store(rates + RATE, tl.load(hyper + LR) * used)
     tl.store(rates + UNCLIPPED, unclipped)
 
 
@@ -236,7 +246,7 @@ def fresh_variance(
     partials: Tensor,
     bias_correction: bool,
 ) -> None:
-    """Move v' by the reconstructed gradient and reduce every block to max ratio, |up|^2 and |u|^2.
+    """Move v' by the reconstructed gradient and reduce every block to max ratio, |up|^2, |u|^2 and |p|^2.
 
     The old momentum is read from old_messages or, if given, from exp_avg. The new one is read from new_messages, whose
     planes become those of old_messages, or, if gradients are given (one process, nothing compressed), formed from
@@ -255,7 +265,7 @@ def fresh_variance(
         rates: fp32 [segments, len(Rate)].
         clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
         decision: int32 [len(Decision)]; nothing changes if it says skip.
-        partials: fp32 [3, blocks], overwritten.
+        partials: fp32 [4, blocks], overwritten.
         bias_correction: whether m and v are divided by 1 - beta^k, k steps of warmup.
     """
     require_parameters(params)
@@ -264,7 +274,7 @@ def fresh_variance(
     require_bucket(elements, device, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_sq_fresh=exp_avg_sq_fresh)
     if grads is None:
         require_messages(elements, device, old_messages=old_messages, new_messages=new_messages)
-    require("partials", partials, torch.float32, 3 * blocks.blocks, device)
+    require("partials", partials, torch.float32, 4 * blocks.blocks, device)
     source = params if grads is None else grads
     _fresh_variance_kernel[(blocks.blocks,)](
         params.addresses, source.addresses, blocks.segment, blocks.first_block, blocks.numel, old_messages,
@@ -276,16 +286,16 @@ def fresh_variance(
 
 
 def soft_threshold_rate(blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor) -> None:
-    """Factor f of every segment between its soft thresholds, and the step's rate lr C f.
+    """Factor f of every segment between its soft thresholds, and the step's rate, lr C f or its bound.
 
     Args:
         blocks: the bucket's block map.
-        partials: fp32 [3, blocks], from `fresh_variance`; reduced in a fixed order.
+        partials: fp32 [4, blocks], from `fresh_variance`; reduced in a fixed order.
         hyper: fp32 [segments, len(Hyper)].
         rates: fp32 [segments, len(Rate)], updated.
         decision: int32 [len(Decision)].
     """
-    require("partials", partials, torch.float32, 3 * blocks.blocks, rates.device)
+    require("partials", partials, torch.float32, 4 * blocks.blocks, rates.device)
     _soft_threshold_rate_kernel[(blocks.segments,)](
         blocks.first_block, partials, hyper, rates, decision, blocks.blocks, REDUCE_TILE,
         num_warps=4, enable_fp_fusion=False,

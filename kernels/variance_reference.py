@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .gradients_reference import sum_of_squares
-from .lamb_reference import block_rows, commit, root, round_to
+from .lamb_reference import block_rows, bounded_trust_ratio, commit, root, round_to
 from .momentum_reference import finite_gradient, momentum_of_messages
 from .planes_reference import block_planes, plane_bits, planes
 from .tables import HEADER_BYTES, BlockMap, Clip, Hyper, Rate, TensorTable
@@ -46,14 +46,14 @@ def fresh(g_squares: Tensor, v: Tensor, v_fresh: Tensor, row: Tensor) -> Tensor:
 
 def layer_sums(
     p: Tensor, m: Tensor, v: Tensor, v_fresh: Tensor, row: Tensor, bias_correction: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The update u; of every block the largest ratio, and the sums of squares of up and u."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The update u; of every block the largest ratio, and the sums of squares of up, u and p."""
     part = v > 0
     below = denominator(v, row, bias_correction)
     ratio = torch.where(part, below / denominator(v_fresh, row, bias_correction), 0.0)
     up = torch.where(part, m / below, 0.0)
     u = up + row[:, 5:6] * p
-    return u, ratio.amax(1), sum_of_squares(up), sum_of_squares(u)
+    return u, ratio.amax(1), sum_of_squares(up), sum_of_squares(u), sum_of_squares(p)
 
 
 def move(p: Tensor, m: Tensor, v: Tensor, row: Tensor, rate: Tensor, bias_correction: bool) -> Tensor:
@@ -110,7 +110,15 @@ def decode(old: Tensor, new: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(plane_bits(old ^ new), changed, stayed), torch.where(plane_bits(new), m, -m)
 
 
-def soft_threshold_rate(factor: Tensor, up_squares: Tensor, u_squares: Tensor, hyper: Tensor, rates: Tensor) -> Tensor:
+def running_trust_ratio(hyper: Tensor, rates: Tensor) -> Tensor:
+    """C of every segment, over its bias correction if that is wanted."""
+    coeff = rates[:, Rate.COEFF]
+    return torch.where(hyper[:, Hyper.COEFF_BIAS_CORRECTION] != 0, coeff / rates[:, Rate.COEFF_CORRECTION], coeff)
+
+
+def soft_threshold_rate(
+    factor: Tensor, up_squares: Tensor, u_squares: Tensor, p_squares: Tensor, hyper: Tensor, rates: Tensor
+) -> Tensor:
     """The layer table after this step, from the largest ratio and sums of squares of every segment."""
     direction_norm, u_norm = up_squares.sqrt(), u_squares.sqrt()
     one = torch.ones_like(factor)
@@ -122,13 +130,13 @@ def soft_threshold_rate(factor: Tensor, up_squares: Tensor, u_squares: Tensor, h
     last = rates[:, Rate.FACTOR]
     factor = factor.clamp(last * hyper[:, Hyper.THRESHOLD_LOW], last * hyper[:, Hyper.THRESHOLD_HIGH])
     factor = torch.where(takes_part, factor, one)
-    coeff = rates[:, Rate.COEFF]
-    coeff = torch.where(hyper[:, Hyper.COEFF_BIAS_CORRECTION] != 0, coeff / rates[:, Rate.COEFF_CORRECTION], coeff)
+    _, trust = bounded_trust_ratio(p_squares.sqrt(), u_norm, hyper)
+    used = (running_trust_ratio(hyper, rates) * factor).minimum(hyper[:, Hyper.MAX_RATE_RATIO] * trust)
     new = rates.clone()
     new[:, Rate.STEP] += 1
     new[:, Rate.FACTOR] = factor
-    new[:, Rate.COEFF_USED] = coeff * factor
-    new[:, Rate.RATE] = hyper[:, Hyper.LR] * (coeff * factor)
+    new[:, Rate.COEFF_USED] = used
+    new[:, Rate.RATE] = hyper[:, Hyper.LR] * used
     new[:, Rate.UNCLIPPED] = unclipped
     return new
 
@@ -137,8 +145,8 @@ def soft_threshold_rate_reference(
     blocks: BlockMap, partials: Tensor, hyper: Tensor, rates: Tensor, decision: Tensor
 ) -> None:
     """Twin of `soft_threshold_rate`."""
-    per_segment = blocks.max(partials[0]), blocks.sum(partials[1]), blocks.sum(partials[2])
-    commit(rates, soft_threshold_rate(*per_segment, hyper, rates), decision)
+    factor, (up, u, p) = blocks.max(partials[0]), (blocks.sum(squares) for squares in partials[1:])
+    commit(rates, soft_threshold_rate(factor, up, u, p, hyper, rates), decision)
 
 
 def compressed_apply_reference(

@@ -128,12 +128,12 @@ class Bucket:
         master: None, or the masters, fp32 [elements].
         hyper, rates: this bucket's rows of the per-segment tables, fp32 [segments, columns].
         norms: this bucket's part of the gradients' sums of squares, fp32 [blocks].
-        partials: fp32 [3, blocks], scratch for reductions.
+        partials: fp32 [4, blocks], scratch for reductions.
         exp_avg: dense momentum, fp32 [elements]: in warmup, until the first compressed step has been taken, and
             always on one rank.
         exp_avg_sq: v, fp32 [elements]; in compression frozen, not positive where masked.
         exp_avg_sq_fresh: v', fp32 [elements], in compression.
-        averaged: gradients being averaged, dtype of the parameters [elements], in warmup without DDP.
+        averaged: gradients being averaged, [elements], in warmup without DDP; of the dtype that is sent.
         x, x_scale: the worker's compensated momentum fp32 [elements] and its scale [1].
         y, y_scale: the server's sum fp32 [elements / ranks] and its scale [1].
         count, chunk_count: fp32 [1], elements that take part in the bucket and in this rank's chunk.
@@ -156,7 +156,7 @@ class Bucket:
         self.params = TensorTable(len(parameters), torch.float32, device)
         self.grads = TensorTable(len(parameters), layout.dtype, device)
         self.hyper, self.rates, self.norms = hyper, rates, norms
-        self.partials = torch.zeros(3, layout.blocks, dtype=torch.float32, device=device)
+        self.partials = torch.zeros(4, layout.blocks, dtype=torch.float32, device=device)
         self.copies: TensorTable | None = None
         self.master: Tensor | None = None
         if layout.dtype != torch.float32:
@@ -228,6 +228,10 @@ class Bucket:
     def columns(self, column: Rate) -> Tensor:
         """One column of the layer table, fp32 [segments]."""
         return self.rates[:, column]
+
+    def layer_sums(self, values: Tensor) -> Tensor:
+        """Sum of flat values over each of the layers, fp64 [segments]."""
+        return self.map.sum(values.view(self.map.blocks, -1).sum(1, dtype=torch.float64))
 
     def held(self) -> list[Tensor]:
         """Every tensor whose size grows with the parameters, scratch and maps included."""

@@ -21,7 +21,7 @@ from .kernels.tables import Clip, Decision, Rate
 from .stages import Compression, Replica, Uncompressed, Warmup, pending_error
 from .stages.switch import dense_momentum, fold_error, set_error
 
-VERSION = 2
+VERSION = 3
 KEY = "onebit_lamb"
 """Where a saved param group keeps the progress."""
 
@@ -67,6 +67,8 @@ class Progress:
         ranks, layout: of the process that saved; rank: whose errors they are.
         counted, skipped, streak: decisions so far.
         rho, rho_weight: running ratio of norms for clipping.
+        looks: what was seen of a warmup that ends by itself, as lists of the entries of `settling.Look`; None if its
+            length is fixed.
         tensors: hash of all tensors of the state; 0: unknown, so that they are not checked.
     """
 
@@ -86,6 +88,7 @@ class Progress:
     rho: float = 0.0
     rho_weight: float = 0.0
     tensors: int = 0
+    looks: list[list[float]] | None = None
 
     def check(self) -> None:
         """Check that every entry has its type and is in its range, and that they fit together.
@@ -113,6 +116,7 @@ class Progress:
         _check("streak", self.streak, f"at most skipped={self.skipped}", self.streak <= self.skipped)
         _check("ranks", self.ranks, "at least 1", self.ranks >= 1)
         _check("rank", self.rank, f"from 0 to ranks={self.ranks} less 1", 0 <= self.rank < self.ranks)
+        self._check_looks()
         missing = self.warmup_base + self.warmup_steps - self.counted
         base = self.warmup_base
         _check("warmup_base", base, f"at most counted={self.counted}", base <= self.counted)
@@ -123,8 +127,21 @@ class Progress:
         else:
             rule = "at least warmup_base + warmup_steps in compression"
             _check("counted", self.counted, rule, missing <= 0)
+            _check("looks", self.looks, "None in compression", self.looks is None)
             rule = "own or mean in compression on several ranks"
             _check("errors", self.errors, rule, self.errors != "none" or self.ranks == 1)
+
+    def _check_looks(self) -> None:
+        looks: Any = self.looks
+        if looks is None:
+            return
+        rule = "None, or lists of a step and at least two finite numbers, in the order of the steps"
+        lists = isinstance(looks, list) and all(isinstance(look, list) and len(look) >= 3 for look in looks)
+        _check("looks", looks, rule, lists)
+        plain = all(type(value) in (int, float) and math.isfinite(value) for look in looks for value in look)
+        steps = [look[0] for look in looks]
+        whole = all(type(step) is int and 0 <= step < COUNT_LIMIT for step in steps)
+        _check("looks", looks, rule, plain and whole and steps == sorted(set(steps)))
 
     def read_device(self, replica: Replica) -> None:
         """Fill in the counters that live on the device (synchronises)."""
@@ -289,7 +306,9 @@ def _read_progress(groups: list[dict[str, Any]]) -> Progress:
     version = saved["version"]
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ValueError(f"Invalid state_dict: version {version!r}; this release reads 1 to {VERSION}.")
-    if version == 1:  # without the hash
+    if version < 3:  # every warmup had a fixed length
+        names.remove("looks")
+    if version < 2:  # without the hash
         names.remove("tensors")
     if set(saved) != names:
         raise ValueError(f"Invalid state_dict: {KEY!r} must have exactly the entries {sorted(names)}.")

@@ -27,11 +27,11 @@ def ring_bytes(elements: int, ranks: int, element_bytes: int) -> int:
     return 2 * elements * element_bytes * (ranks - 1) // ranks
 
 
-class _Done:
-    """A collective with nothing to send."""
+class Done:
+    """A collective with nothing to wait for."""
 
     def wait(self) -> None:
-        pass
+        """Return."""
 
 
 class _Watched:
@@ -165,7 +165,7 @@ class Communicator:
         """Send row r of `sent` to rank r; row r of `received` comes from rank r. Asynchronous."""
         if self.ranks == 1:
             received.copy_(sent)
-            return _Done()
+            return Done()
         self.traffic.add(sent.nbytes // self.ranks * (self.ranks - 1))
         return _Timed(self._start(dist.all_to_all_single, received, sent), self.clock)
 
@@ -173,7 +173,7 @@ class Communicator:
         """Concatenate every rank's `sent` in rank order. Asynchronous."""
         if self.ranks == 1:
             gathered.view(-1).copy_(sent.view(-1))
-            return _Done()
+            return Done()
         self.traffic.add(sent.nbytes * (self.ranks - 1))
         # torch 2.13 renames the call and deprecates the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -182,7 +182,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum over ranks, in place. Asynchronous."""
         if self.ranks == 1:
-            return _Done()
+            return Done()
         self.count_all_reduce(tensor)
         return _Timed(self._start(dist.all_reduce, tensor), self.clock)
 
@@ -197,7 +197,7 @@ class Communicator:
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Every rank's numbers, on the host."""
-        backend = str(dist.get_backend(self.group)) if self.ranks > 1 else "gloo"
+        backend = str(dist.get_backend(self.group)) if self.group is not None and self.ranks > 1 else "gloo"
         device = torch.device("cuda" if "nccl" in backend and "gloo" not in backend else "cpu")
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         theirs = torch.empty(self.ranks * len(numbers), dtype=torch.int64, device=device)

@@ -28,12 +28,15 @@ class GradientHook:
     Args:
         communicator: of the optimizer.
         measuring: see above.
+        dtype: what gradients are averaged in; None: theirs.
         answer: returns this rank's answer to the roll call, fp32, which goes along with the gradients.
     """
 
-    def __init__(self, communicator: Communicator, measuring: bool, answer: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, communicator: Communicator, measuring: bool, dtype: torch.dtype | None, answer: Callable[[], Tensor]
+    ) -> None:
         self.communicator = communicator
-        self._answer = answer
+        self._dtype, self._answer = dtype, answer
         self.roll: Tensor | None = None
         self.averaging = True
         self.measuring = measuring
@@ -61,7 +64,9 @@ class GradientHook:
         buffer.div_(self.communicator.ranks)
         # The roll call goes along with the first bucket, which DDP keeps small: no collective more.
         calling = bucket.index() == 0
-        sent = torch.cat((buffer, self._answer().to(buffer.dtype))) if calling else buffer
+        sent = buffer.to(self._dtype or buffer.dtype)
+        if calling:
+            sent = torch.cat((sent, self._answer().to(sent.dtype)))
         self.communicator.count_all_reduce(sent)
         work = dist.all_reduce(sent, group=self.communicator.group, async_op=True)
         if buffer.device.type == "cpu":
@@ -69,20 +74,17 @@ class GradientHook:
         if bucket.is_last():
             # Runs before DDP waits for the futures, which would name nobody.
             torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-        return work.get_future().then(self._parted(buffer) if calling else lambda done: done.value()[0])
-
-    def _parted(self, buffer: Tensor) -> Callable[[Any], Tensor]:
-        """What takes the roll call away from gradients that have been averaged along with it."""
-        if self.roll is None:
+        if calling and self.roll is None:
             self.roll = torch.empty_like(self._answer())
-        roll = self.roll
+        roll = self.roll if calling else None
 
-        def part(done: Any) -> Tensor:
+        def received(done: Any) -> Tensor:
             averaged = done.value()[0]
-            roll.copy_(averaged[buffer.numel() :])
-            return buffer.copy_(averaged[: buffer.numel()])
+            if roll is not None:
+                roll.copy_(averaged[buffer.numel() :])
+            return averaged if sent is buffer else buffer.copy_(averaged[: buffer.numel()])
 
-        return part
+        return work.get_future().then(received)
 
     def _wait(self) -> None:
         """Wait for the averages where that blocks, as backward is about to do."""
@@ -93,8 +95,9 @@ class GradientHook:
 
 
 def install_hook(
-    model: torch.nn.Module, communicator: Communicator, measuring: bool, answer: Callable[[], Tensor]
-) -> GradientHook:
+    model: torch.nn.Module, communicator: Communicator, measuring: bool, dtype: torch.dtype | None,
+    answer: Callable[[], Tensor],
+) -> GradientHook:  # fmt: skip
     """Register a `GradientHook` on a DDP model.
 
     Raises:
@@ -110,7 +113,7 @@ def install_hook(
     ours = dist.get_process_group_ranks(communicator.group)
     if theirs != ours:
         raise ValueError(f"Invalid model: its process group has ranks {theirs}, the optimizer's has {ours}.")
-    hook = GradientHook(communicator, measuring, answer)
+    hook = GradientHook(communicator, measuring, dtype, answer)
 
     # DDP inspects the signature: the second argument must be called bucket, and annotations must not be strings.
     def reduce_gradients(state, bucket):  # type: ignore[no-untyped-def]

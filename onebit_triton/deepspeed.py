@@ -7,6 +7,7 @@ What is said of DeepSpeed holds for `OnebitLamb` of 0.19.6, the last release tha
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def arguments_from_deepspeed(config: dict[str, Any]) -> tuple[dict[str, Any], li
         raise ValueError(f"Invalid amsgrad={params['amsgrad']!r}. Must be False: 1-bit LAMB has no AMSGrad variant.")
 
     arguments = DEFAULTS | {key: value for key, value in params.items() if key in DEFAULTS}
-    check_hyperparameters(arguments, " in the optimizer's params")
+    check_hyperparameters(arguments | {"max_rate_ratio": math.inf}, " in the optimizer's params")
     check_steps("freeze_step", arguments["freeze_step"])
     # The first call counts and trains nothing, so the call that reaches freeze_step is step freeze_step - 1; but the
     # first call does not end the warmup, so that there is one step of it at least.
@@ -193,14 +194,20 @@ def load_deepspeed_state(optimizer: OneBitLamb, state_dict: dict[str, Any]) -> N
     """
     failure: Exception | None = None
     translated: dict[str, Any] = {}
+    freeze_step = optimizer._freeze_step
     try:
-        translated = _translate(state_dict, optimizer.param_groups, optimizer._freeze_step)
+        if not isinstance(freeze_step, int):
+            raise ValueError(
+                f"Invalid optimizer: its freeze_step must be a number, got {freeze_step!r}. Give it the freeze_step of "
+                "DeepSpeed's run minus one."
+            )
+        translated = _translate(state_dict, optimizer.param_groups, freeze_step)
     except Exception as error:  # on one rank perhaps, while the others wait
         failure = refusal(error)
     optimizer._communicator.raise_together(failure, "load its DeepSpeed state")
     optimizer.load_state_dict(translated)
     steps = translated["param_groups"][0][KEY]["counted"]
-    if optimizer.stage == "warmup" and steps >= optimizer._freeze_step:
+    if optimizer.stage == "warmup" and steps >= optimizer._warmup_steps:
         optimizer._end_warmup()
     if optimizer._communicator.rank == 0:
         logger.info("step %d: state of DeepSpeed loaded, %s continues", steps, optimizer.stage)

@@ -147,4 +147,5 @@ def _row(group: dict[str, Any]) -> list[float]:
         float(group["eps"]), float(group["weight_decay"]),
         float(group["min_coeff"]), float(group["max_coeff"]), coeff_beta, 1 - coeff_beta,
         float(group["factor_min"]), float(group["factor_max"]), 1 - threshold, 1 + threshold,
+        float(group["max_rate_ratio"]),
     ]  # fmt: skip

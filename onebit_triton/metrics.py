@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
 from .kernels.tables import Clip, Decision, Hyper, Rate
+from .kernels.variance_reference import running_trust_ratio
 from .stages import Compression, Replica, Uncompressed, Warmup, pending_error
 
-BOUNDS = ("max_coeff", "min_coeff", "factor_max", "factor_min", "threshold_high", "threshold_low")
-"""What can clip a layer: the first two its trust ratio in warmup, the others its factor in compression."""
+BOUNDS = ("max_coeff", "min_coeff", "max_rate_ratio", "factor_max", "factor_min", "threshold_high", "threshold_low")
+"""What can clip a layer: the first two its trust ratio in warmup; in compression the third its rate, the others f."""
 
 KEPT = 64
 """Measurements of |v| kept for each 1 / (1 - beta2) steps: the lag is exact to a part in so many."""
@@ -87,7 +87,9 @@ def collect_metrics(
         "unclipped": rates[:, Rate.UNCLIPPED].tolist(),
         "clipped_by": clipped_by,
         "layer_error_ratio": [ratio or 0.0 for ratio in _ratios(errors.sqrt(), sent.sqrt())],
-        "variance_stability": _stability(replica, rates, hyper, decision[Decision.COUNTED], history),
+        "variance_stability": history.stability(
+            decision[Decision.COUNTED], replica.variance_norms().cpu(), hyper[:, Hyper.ONE_MINUS_BETA2].double()
+        ),
         "fresh_variance_ratio": _fresh_variance_ratio(replica, len(rates)),
     }
 
@@ -95,11 +97,6 @@ def collect_metrics(
 def _ratios(above: Tensor, below: Tensor) -> list[float | None]:
     """Quotients; None for division by zero."""
     return [a / b if b > 0 else None for a, b in zip(above.tolist(), below.tolist(), strict=True)]
-
-
-def _layer_sums(bucket: Bucket, values: Tensor) -> Tensor:
-    """Sum of flat values over each of a bucket's layers, fp64 [segments]."""
-    return bucket.map.sum(values.view(bucket.map.blocks, -1).sum(1, dtype=torch.float64))
 
 
 def _over_buckets(sums: list[Tensor]) -> Tensor:
@@ -115,7 +112,7 @@ def _errors_and_momenta(replica: Replica) -> tuple[Tensor, Tensor]:
             errors.append(torch.zeros_like(count))
             sent.append(torch.zeros_like(count))
         else:
-            errors.append(_layer_sums(bucket, pending_error(bucket.x, bucket.x_scale).square_()))
+            errors.append(bucket.layer_sums(pending_error(bucket.x, bucket.x_scale).square_()))
             sent.append(bucket.x_scale.double().square() * count)
     return _over_buckets(errors), _over_buckets(sent)
 
@@ -132,6 +129,7 @@ def _clipped_by(rates: Tensor, hyper: Tensor, last_stage: str | None) -> list[st
         value = rates[:, Rate.FACTOR]
         bounded = unclipped.clamp(hyper[:, Hyper.FACTOR_MIN], hyper[:, Hyper.FACTOR_MAX])
         rules = [
+            ("max_rate_ratio", rates[:, Rate.COEFF_USED] < running_trust_ratio(hyper, rates) * value),
             ("threshold_high", value < bounded), ("threshold_low", value > bounded),
             ("factor_max", bounded < unclipped), ("factor_min", bounded > unclipped),
         ]  # fmt: skip
@@ -142,20 +140,6 @@ def _clipped_by(rates: Tensor, hyper: Tensor, last_stage: str | None) -> list[st
     ]
 
 
-def _stability(
-    replica: Replica, rates: Tensor, hyper: Tensor, step: int, history: VarianceHistory
-) -> list[float | None]:
-    """`VarianceHistory.stability` of the variance that moves: v in warmup, v' in compression, where it began as v."""
-    sums = []
-    for bucket in replica.buckets:
-        moving = bucket.exp_avg_sq if bucket.exp_avg_sq_fresh is None else bucket.exp_avg_sq_fresh
-        sums.append(_layer_sums(bucket, moving.abs()))
-    filled = 1 - hyper[:, Hyper.BETA2].double() ** rates[:, Rate.STEP].double()
-    return history.stability(
-        step, torch.where(filled > 0, _over_buckets(sums) / filled, 0.0), hyper[:, Hyper.ONE_MINUS_BETA2].double()
-    )
-
-
 def _fresh_variance_ratio(replica: Replica, layers: int) -> list[float | None]:
     """|v'|_1 over |v|_1 where elements take part, in compression."""
     old, new = [], []
@@ -163,6 +147,6 @@ def _fresh_variance_ratio(replica: Replica, layers: int) -> list[float | None]:
         if bucket.exp_avg_sq_fresh is None:
             return [None] * layers
         part = bucket.exp_avg_sq > 0
-        old.append(_layer_sums(bucket, bucket.exp_avg_sq * part))
-        new.append(_layer_sums(bucket, bucket.exp_avg_sq_fresh * part))
+        old.append(bucket.layer_sums(bucket.exp_avg_sq * part))
+        new.append(bucket.layer_sums(bucket.exp_avg_sq_fresh * part))
     return _ratios(_over_buckets(new), _over_buckets(old))

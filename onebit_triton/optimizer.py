@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
-from weakref import WeakSet
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from .kernels.tables import Decision, Fault
 from .metrics import VarianceHistory, collect_metrics
 from .monitor import Monitor, fault_message
 from .options import check_group, check_optimizer, check_parameter, check_steps
+from .settling import LOOKS, Look, Settling, lag_of
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, phase, thaw
 from .stages.switch import consolidate, mask_variance, stage_two
 
@@ -75,7 +77,9 @@ class OneBitLamb(Optimizer):
     Args:
         params: tensors, param groups, or named parameters. All on one device.
         lr: learning rate; a float or a tensor of one element.
-        freeze_step: number of warmup steps, at least 1. Skipped steps do not count.
+        freeze_step: number of warmup steps, at least 1. Skipped steps do not count. "auto": the warmup ends when the
+            variance and the trust ratios are what they were 1/(1-beta2) steps before and no learning rate rises.
+        max_freeze_step: with "auto", the most warmup steps; else None.
         betas: decay of m and of v, v'.
         eps: added to sqrt(v), outside the root.
         weight_decay: decoupled, inside the trust ratio.
@@ -85,8 +89,12 @@ class OneBitLamb(Optimizer):
         coeff_bias_correction: use C / (1 - coeff_beta^k); False is what DeepSpeed computed.
         factor_max, factor_min: clamps of f.
         factor_threshold: f moves at most by this share a step.
+        max_rate_ratio: in compression C f is at most so many times the trust ratio that LAMB would use; inf as in the
+            paper.
         maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
+        gradient_dtype: what gradients are averaged in during warmup: torch.bfloat16 or float16 halve its traffic. A
+            gradient too large for fp16 skips the step, one too small is lost. None: the parameters' dtype.
         max_skipped_steps: so many skipped steps in a row are an error.
         check_replicas_every: call `check_replicas` in every so many steps. None: never.
         process_group: the ranks that share these parameters, as a group or a DeviceMesh of one dimension. None means
@@ -122,7 +130,8 @@ class OneBitLamb(Optimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        freeze_step: int = 2000,
+        freeze_step: int | Literal["auto"] = 2000,
+        max_freeze_step: int | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -134,8 +143,10 @@ class OneBitLamb(Optimizer):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        max_rate_ratio: float = math.inf,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        gradient_dtype: torch.dtype | None = None,
         max_skipped_steps: int = 100,
         check_replicas_every: int | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
@@ -146,27 +157,29 @@ class OneBitLamb(Optimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_coeff": max_coeff,
             "min_coeff": min_coeff, "coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min,
-            "factor_threshold": factor_threshold, "exp_avg_mask": None,
+            "factor_threshold": factor_threshold, "max_rate_ratio": max_rate_ratio, "exp_avg_mask": None,
         }  # fmt: skip
         self._communicator = Communicator(process_group)
-        self._hooks: list[GradientHook] = []
+        # By id, in the order of attach. A hook belongs to its model, and lives as long; it holds the optimizer.
+        self._hooks: WeakValueDictionary[int, GradientHook] = WeakValueDictionary()
         self._models: WeakSet[torch.nn.Module] = WeakSet()
         self._attached: set[Tensor] = set()
         self._attached_all = False
-        self._freeze_step, self._max_grad_norm = freeze_step, max_grad_norm
+        self._freeze_step, self._max_freeze_step = freeze_step, max_freeze_step
+        self._max_grad_norm, self._gradient_dtype = max_grad_norm, gradient_dtype
         self._max_skipped_steps, self._check_replicas_every = max_skipped_steps, check_replicas_every
         self._flags = {
             "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
         }  # fmt: skip
         self._block_elements, self._bucket_elements, self._backend = block_elements, bucket_elements, backend
         self._calls = self._warmup_base = 0
-        self._warmup_steps = self._check_at = freeze_step
         failure: Exception | None = None
         try:
             check_optimizer(
-                freeze_step, max_grad_norm, max_skipped_steps, check_replicas_every, bucket_elements, block_elements,
-                **self._flags,
+                freeze_step, max_freeze_step, max_grad_norm, gradient_dtype, max_skipped_steps, check_replicas_every,
+                bucket_elements, block_elements, **self._flags,
             )  # fmt: skip
+            self._plan_warmup()
             super().__init__(params, defaults)
             if not self._parameters():
                 raise ValueError("Invalid params: must contain at least one parameter, got only empty groups.")
@@ -186,8 +199,10 @@ class OneBitLamb(Optimizer):
             for group in self.param_groups
         ]
         options = {
-            **self.defaults, **self._flags, "freeze_step": self._freeze_step, "max_grad_norm": self._max_grad_norm,
-            "max_skipped_steps": self._max_skipped_steps, "check_replicas_every": self._check_replicas_every,
+            **self.defaults, **self._flags, "freeze_step": self._freeze_step,
+            "max_freeze_step": self._max_freeze_step, "max_grad_norm": self._max_grad_norm,
+            "gradient_dtype": self._gradient_dtype, "max_skipped_steps": self._max_skipped_steps,
+            "check_replicas_every": self._check_replicas_every,
             "backend": self._backend, "bucket_elements": self._bucket_elements, "block_elements": self._block_elements,
         }  # fmt: skip
         del options["exp_avg_mask"]
@@ -258,9 +273,12 @@ class OneBitLamb(Optimizer):
                 "the number of parameter elements": sum(p.numel() for p in parameters),
                 "the layout (block_elements, bucket_elements, tensor order)": layout.fingerprint,
                 "the parameters' shapes and dtypes": fingerprint(shapes),
-                "freeze_step": self._freeze_step,
+                'whether freeze_step is "auto"': int(self._freeze_step == "auto"),
+                "freeze_step": 0 if self._freeze_step == "auto" else self._freeze_step,
+                "max_freeze_step": self._max_freeze_step or 0,
                 "the options of the optimizer": fingerprint(
                     self._max_grad_norm,
+                    self._gradient_dtype,
                     self._max_skipped_steps,
                     self._check_replicas_every,
                     sorted(self._flags.items()),
@@ -270,7 +288,7 @@ class OneBitLamb(Optimizer):
         previous = self._replica if self._built and not fresh else None
         self._replica = Replica(
             layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
-            self._flags["bias_correction"], self._flags["maximize"], parameters[0].device,
+            self._flags["bias_correction"], self._flags["maximize"], self._gradient_dtype, parameters[0].device,
         )  # fmt: skip
         if previous is not None:
             checkpoint.carry_over(previous, self._replica)
@@ -286,6 +304,15 @@ class OneBitLamb(Optimizer):
 
     # Stages
 
+    def _plan_warmup(self) -> None:
+        """How long the first warmup is, and when its end is looked at."""
+        self._settling: Settling | None = None
+        if isinstance(self._freeze_step, int):
+            self._warmup_steps = self._check_at = self._freeze_step
+        else:
+            assert self._max_freeze_step is not None
+            self._warmup_steps, self._check_at, self._settling = self._max_freeze_step, 1, Settling()
+
     @property
     def stage(self) -> str:
         """What the next step will do: "warmup" or "compression"."""
@@ -297,7 +324,7 @@ class OneBitLamb(Optimizer):
             self._variances = VarianceHistory()
         self._communicator.traffic.stage = self._communicator.watch.stage = stage.name
         self._communicator.traffic.start_step()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.averaging = stage.name == "warmup"
         self._publish_state()
 
@@ -333,7 +360,7 @@ class OneBitLamb(Optimizer):
         switch to compression happens in the first step that is not a replay and is due; capture again after it.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: reevaluates the model and returns the loss, which nothing here uses: ranks may have different ones.
             grad_scaler: what `scaler.step(optimizer)` passes. Gradients are unscaled as they are first read; the scaler
                 is told whether any rank had to skip, so that its scale stays equal on all ranks.
 
@@ -346,7 +373,7 @@ class OneBitLamb(Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with self._communicator.watch.guard("step"), doing("closure"), torch.enable_grad():
                 loss = closure()
         self._step(grad_scaler)
         return loss
@@ -397,7 +424,7 @@ class OneBitLamb(Optimizer):
                 self._raise_at_fault(seen)
                 self._raise_if_stuck(seen)
         finally:
-            for hook in self._hooks:
+            for hook in self._hooks.values():
                 hook.reset()
         if self.stage == "warmup":
             self._count_replays()
@@ -431,7 +458,7 @@ class OneBitLamb(Optimizer):
     def _raise_if_stuck(self, seen: list[int]) -> None:
         """Give up after too many skipped steps in a row, saying where the gradients are not finite."""
         streak = seen[Decision.STREAK]
-        for hook in self._hooks:  # whose gradients they are cannot be seen once DDP has averaged them
+        for hook in self._hooks.values():  # whose gradients they are cannot be seen once DDP has averaged them
             hook.measuring = self._max_grad_norm is not None or streak > 0
         if streak < self._max_skipped_steps:
             return
@@ -469,9 +496,9 @@ class OneBitLamb(Optimizer):
             Sum of squares of the gradients before they were averaged, if measured; and the roll call, None unless DDP
             has averaged every gradient of this step: averaging them once more would change nothing.
         """
-        measured = [hook.squares for hook in self._hooks if hook.squares is not None]
+        measured = [hook.squares for hook in self._hooks.values() if hook.squares is not None]
         squares = torch.stack(measured).sum() if measured else None
-        if not self._hooks or not all(hook.averaged for hook in self._hooks):
+        if not self._hooks or not all(hook.averaged for hook in self._hooks.values()):
             return squares, None
         if not self._attached_all:
             for parameter, name in zip(self._parameters(), self._names(), strict=True):
@@ -481,7 +508,7 @@ class OneBitLamb(Optimizer):
                         "model whose parameters this optimizer has, or none."
                     )
             self._attached_all = True
-        return squares, self._hooks[0].roll
+        return squares, next(self._hooks.values()).roll
 
     def _masks(self) -> dict[Tensor, Tensor]:
         """Parameter -> the user's mask, where there is one."""
@@ -493,12 +520,24 @@ class OneBitLamb(Optimizer):
         }
 
     def _end_warmup(self) -> None:
-        """Switch to compression if enough steps counted; skipped ones are made up for. Reads the device once."""
-        replica = self._replica
-        missing = self._warmup_base + self._warmup_steps - int(replica.decision[Decision.COUNTED])
-        if missing > 0:
-            self._check_at = self._calls + missing
+        """Switch to compression if enough steps counted, or all has settled; skipped ones are made up for.
+
+        Reads the device. What has settled is rank 0's to say: others may have summed up in another order.
+        """
+        replica, reason = self._replica, None
+        counted = int(replica.decision[Decision.COUNTED])
+        missing = self._warmup_base + self._warmup_steps - counted
+        ends, wait = missing <= 0, missing
+        if not ends and self._settling is not None:
+            lag = lag_of(self.param_groups)
+            wait = min(missing, max(1, lag // LOOKS))
+            with doing("settling"):
+                reason = self._settling.settled(Look.take(replica, counted, self.param_groups), lag)
+                ends = bool(self._communicator.gather_numbers([int(reason is not None)])[0][0])
+        if not ends:
+            self._check_at = self._calls + wait
             return
+        self._warmup_steps, self._settling = counted - self._warmup_base, None
         before = self._communicator.traffic.last_step
         with phase("switch"):
             self._enter(freeze(replica, self._masks()))
@@ -508,6 +547,8 @@ class OneBitLamb(Optimizer):
                 "step %d: warmup ends, compression begins; bytes sent per step and rank: %s before, %s after%s",
                 self._calls, f"{before:,}", f"{after:,}", f" ({before / after:.1f}x less)" if before and after else "",
             )  # fmt: skip
+            if reason is not None:
+                logger.info("step %d: the warmup has ended by itself: %s", self._calls, reason)
 
     @uninterrupted
     def rewarm(self, steps: int) -> None:
@@ -531,6 +572,7 @@ class OneBitLamb(Optimizer):
         self._hyper.refresh(self.param_groups)
         self._enter(thaw(replica, self._stage))
         self._warmup_base, self._warmup_steps = int(replica.decision[Decision.COUNTED]), steps
+        self._settling = None
         self._check_at = self._calls + steps
         if self._communicator.rank == 0:
             logger.info("step %d: compression ends, warming up again for %d steps", self._calls, steps)
@@ -552,11 +594,11 @@ class OneBitLamb(Optimizer):
         if model in self._models:
             return model
         hook = install_hook(
-            model, self._communicator, measuring=self._max_grad_norm is not None,
+            model, self._communicator, measuring=self._max_grad_norm is not None, dtype=self._gradient_dtype,
             answer=lambda: self._hyper.answer(self.param_groups, self._calls),
         )  # fmt: skip
         hook.averaging = self.stage == "warmup"
-        self._hooks.append(hook)
+        self._hooks[id(hook)] = hook
         self._models.add(model)
         self._attached.update(model.parameters())
         return model
@@ -621,6 +663,7 @@ class OneBitLamb(Optimizer):
             version=checkpoint.VERSION, stage=self.stage, calls=self._calls, warmup_base=self._warmup_base,
             warmup_steps=self._warmup_steps, check_at=self._check_at, errors=errors, ranks=self._communicator.ranks,
             rank=self._communicator.rank if errors == "own" else 0, layout=replica.layout.fingerprint,
+            looks=None if self._settling is None else self._settling.to_lists(),
         )  # fmt: skip
         progress.read_device(replica)
         return progress
@@ -685,6 +728,7 @@ class OneBitLamb(Optimizer):
             progress, entries = checkpoint.read_state(state_dict, self.param_groups, names, self._replica)
             groups = copy.deepcopy(state_dict["param_groups"])
             for index, group in enumerate(groups):
+                group.setdefault("max_rate_ratio", math.inf)  # states from before it existed
                 check_group({**group, "params": self.param_groups[index]["params"]}, index)
             facts = self._saved_facts(progress, entries, groups)
         except Exception as error:  # on one rank perhaps, while the others wait
@@ -703,6 +747,7 @@ class OneBitLamb(Optimizer):
         self._calls, self._check_at = progress.calls, progress.check_at
         self._communicator.watch.steps = self._calls
         self._warmup_base, self._warmup_steps = progress.warmup_base, progress.warmup_steps
+        self._settling = None if progress.looks is None else Settling.from_lists(progress.looks)
         if progress.stage == "compression":
             mask_variance(replica, self._masks())
             self._enter(stage_two(replica))
@@ -738,8 +783,8 @@ class OneBitLamb(Optimizer):
 
         - stage: what the next step will do, "warmup" or "compression"; last_stage: what the last one did, None before
           the first, and before the first after a state was loaded.
-        - step: steps applied so far; skipped_steps: steps that were not; steps_to_switch: steps until compression, 0
-          in compression.
+        - step: steps applied so far; skipped_steps: steps that were not; steps_to_switch: steps until compression, or
+          the most of them if it comes by itself; 0 in compression.
         - ranks: processes that train together.
 
         **What it costs, on this rank**
@@ -760,7 +805,8 @@ class OneBitLamb(Optimizer):
         - grad_scale: factor that max_grad_norm put on the gradients of the last step, 1 if none.
         - clipped: for each bound the number of layers that it clipped in the last step: max_coeff and min_coeff the
           trust ratio in warmup, factor_max, factor_min, threshold_high and threshold_low (the last factor times 1 +
-          and 1 - factor_threshold) the factor in compression. A layer counts for the bound that decided.
+          and 1 - factor_threshold) the factor in compression, max_rate_ratio what both give. A layer counts for the
+          bound that decided.
 
         **Per layer**: lists in the order of layers, the names of the parameters that are not empty
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from .buckets import DTYPES, memory_order_is_dense
 
 OPTIMIZER_OPTIONS = (
-    "freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
-    "max_skipped_steps", "check_replicas_every", "process_group", "backend", "bucket_elements", "block_elements",
+    "freeze_step", "max_freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
+    "gradient_dtype", "max_skipped_steps", "check_replicas_every", "process_group", "backend", "bucket_elements",
+    "block_elements",
 )  # fmt: skip
 """Options of the whole optimizer; every param group may set the others for itself."""
 
@@ -73,6 +74,8 @@ def check_hyperparameters(group: dict[str, Any], where: str) -> None:
         _check(low_name, low, f"<= {high_name}={high!r}", low <= high, where)
     beta = group["coeff_beta"]
     _check("coeff_beta", beta, "a number in [0.0, 1.0)", 0.0 <= _number(beta) < 1.0, where)
+    ratio = group["max_rate_ratio"]
+    _check("max_rate_ratio", ratio, "a number > 0.0", _number(ratio) > 0.0, where)
     threshold = group["factor_threshold"]
     _check("factor_threshold", threshold, "a number in [0.0, 1.0)", 0.0 <= _number(threshold) < 1.0, where)
 
@@ -128,21 +131,32 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device) -> None:
 
 
 def check_optimizer(
-    freeze_step: Any, max_grad_norm: Any, max_skipped_steps: Any, check_replicas_every: Any, bucket_elements: Any,
-    block_elements: Any, **flags: Any,
+    freeze_step: Any, max_freeze_step: Any, max_grad_norm: Any, gradient_dtype: Any, max_skipped_steps: Any,
+    check_replicas_every: Any, bucket_elements: Any, block_elements: Any, **flags: Any,
 ) -> None:  # fmt: skip
     """Check the options of the whole optimizer.
 
     Raises:
         ValueError: naming the option, its value and the rule.
     """
-    check_steps("freeze_step", freeze_step)
+    if isinstance(freeze_step, str):
+        rule = 'an integer >= 1 (the number of warmup steps), or "auto"'
+        _check("freeze_step", freeze_step, rule, freeze_step == "auto", "")
+        rule = 'an integer >= 1 with freeze_step="auto" (the most warmup steps)'
+        _check("max_freeze_step", max_freeze_step, rule, _is_count(max_freeze_step), "")
+    else:
+        check_steps("freeze_step", freeze_step)
+        rule = 'None, unless freeze_step is "auto"'
+        _check("max_freeze_step", max_freeze_step, rule, max_freeze_step is None, "")
     _check("max_skipped_steps", max_skipped_steps, "an integer >= 1", _is_count(max_skipped_steps), "")
     if check_replicas_every is not None:
         holds = _is_count(check_replicas_every)
         _check("check_replicas_every", check_replicas_every, "None or an integer >= 1", holds, "")
     if max_grad_norm is not None:
         _check("max_grad_norm", max_grad_norm, "None or a number > 0.0", _number(max_grad_norm) > 0.0, "")
+    allowed = ", ".join(str(dtype) for dtype in DTYPES)
+    holds = gradient_dtype is None or gradient_dtype in DTYPES
+    _check("gradient_dtype", gradient_dtype, f"None or one of {allowed}", holds, "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0
     _check(
         "block_elements", block_elements, "a power of two from 64 to 4096", power and 64 <= block_elements <= 4096, ""

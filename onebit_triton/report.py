@@ -29,6 +29,7 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 BOUNDS = {
     "max_coeff": ("#8c6bb1", "trust ratio held at max_coeff (warmup)"),
     "min_coeff": ("#c9b8dd", "trust ratio held at min_coeff (warmup)"),
+    "max_rate_ratio": ("#4d4d4d", "rate held at max_rate_ratio"),
     "factor_max": ("#b2182b", "factor held at factor_max"),
     "threshold_high": ("#ef8a62", "factor held back from rising (factor_threshold)"),
     "threshold_low": ("#67a9cf", "factor held back from falling (factor_threshold)"),

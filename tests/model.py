@@ -23,6 +23,7 @@ FP32_SQUARES = float(np.sqrt(np.finfo(np.float32).max))
 
 HYPERPARAMETERS = (
     "lr", "eps", "weight_decay", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+    "max_rate_ratio",
 )  # fmt: skip
 
 
@@ -215,10 +216,16 @@ class Model:
         v = b2 * self.v + (1 - b2) * g * g
         self.v = self.settle("exp_avg_sq", v, (1 - b2) * size * size)
         # Where the warmup ends, momentum that takes no part is gone before anybody sees it.
-        self.m = self.settle("exp_avg", m, b1 * np.abs(self.m) + (1 - b1) * size, self.part if ends else True)
+        size = b1 * np.abs(self.m) + (1 - b1) * size
+        self.m = self.settle("exp_avg", m, size, self.part if ends else True)
         beta = np.stack([h["beta1"], h["beta2"]])
         self.corrections = self.settle("bias_correction", beta * self.corrections + 1 - beta, 0)
         _, u, parts = self.directions(np.ones_like(self.part))
+        if ends:  # what nobody has seen is as uncertain as what it is added up from
+            unseen = np.where(self.part, 0.0, size)
+            parts = parts + (unseen / self.of(self.corrections[0]) if self.correcting else unseen) / self.denominator(
+                self.v
+            )
         p_norm, u_norm = self.norm(self.p), self.norm(u)
         with np.errstate(divide="ignore", invalid="ignore"):
             c = self.trust_ratio(p_norm, u_norm)
@@ -282,8 +289,13 @@ class Model:
         f, doubt = self.factor(up, u, parts)
         self.f = self.settle("last_factor", f, doubt)
         C = self.C / self.C_correction if self.coeff_correcting else self.C
-        rate = self.of(self.h["lr"] * C * self.f)
-        self.p = self.settle("p", self.p - rate * u, rate * parts)
+        p_norm, u_norm = self.norm(self.p), self.norm(u)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bound = self.h["max_rate_ratio"] * self.trust_ratio(p_norm, u_norm)
+            doubt = np.where(u_norm > 0, self.norm(parts) / u_norm, 1.0)
+        rate = self.of(self.h["lr"] * np.minimum(C * self.f, bound))
+        size = parts + np.abs(u) * self.of(np.where(bound < C * self.f * (1 + 1e-5), doubt, 0.0))
+        self.p = self.settle("p", self.p - rate * u, rate * size)
 
     def clip(self, local: Array) -> float:
         """The factor on all gradients in compression, the same on every rank."""

@@ -15,6 +15,7 @@ import torch
 
 from onebit_triton import OneBitLamb, clock
 from onebit_triton.clock import Clock
+from onebit_triton.kernels.tables import Rate
 from onebit_triton.metrics import BOUNDS, VarianceHistory
 
 from .training import gradients, parameters, set_gradients, two_groups
@@ -62,6 +63,7 @@ def test_stages_before_and_after_the_switch() -> None:
 CLIPPED: list[tuple[str, dict[str, Any], float]] = [
     ("max_coeff", {"max_coeff": 0.02}, 1.0),
     ("min_coeff", {"min_coeff": 2.0, "max_coeff": 9.0}, 1.0),
+    ("max_rate_ratio", {"max_rate_ratio": 0.5}, 0.0),
     ("factor_max", {"factor_max": 1.05, "factor_threshold": 0.9}, 0.0),
     ("factor_min", {"factor_min": 0.9, "factor_threshold": 0.9}, 9.0),
     ("threshold_high", {"factor_threshold": 0.001}, 0.0),
@@ -85,6 +87,11 @@ def test_the_bound_that_clipped_is_named(bound: str, options: dict[str, Any], sc
         assert found["clipped"] == {name: found["clipped_by"].count(name) for name in BOUNDS}
         for layer, name in enumerate(found["clipped_by"]):
             named.add(name)
+            if name == "max_rate_ratio":  # it bounds C f, whatever became of f
+                rates = optimizer._replica.rates[layer]
+                coeff = (rates[Rate.COEFF] / rates[Rate.COEFF_CORRECTION]).item()
+                assert found["trust_ratio"][layer] < np.float32(coeff) * np.float32(found["factor"][layer])
+                continue
             value = found["trust_ratio" if step < 4 else "factor"][layer]
             threshold = np.float32(last[layer]) * np.float32(1 + chosen.get("factor_threshold", 0.1))
             low = np.float32(last[layer]) * np.float32(1 - chosen.get("factor_threshold", 0.1))

@@ -35,6 +35,7 @@ class Replica:
         max_grad_norm: global clipping norm, or None.
         bias_correction: whether m and v are divided by 1 - beta^k.
         maximize: whether the gradients are to be followed upwards.
+        gradient_dtype: what gradients are averaged in; None: the parameters' dtype.
         device: of all parameters.
 
     Attributes:
@@ -44,7 +45,7 @@ class Replica:
         stamp: int32 [len(Stamp)], what this rank's messages carry.
         answer: fp32 [ranks, len(Roll)], this rank's answer to the roll call of a warmup step, in its row.
         roll: fp32 [ranks, len(Roll)], the answers of all.
-        clipping: whether gradients are clipped; bias_correction: whether moments are corrected.
+        clipping: whether gradients are clipped; bias_correction: whether moments are corrected; gradient_dtype.
         buckets: the buckets.
         whole_bytes: bytes a rank would send in a step that averages whole gradients, in the parameters' dtype, by ring
             all-reduce.
@@ -60,10 +61,12 @@ class Replica:
         max_grad_norm: float | None,
         bias_correction: bool,
         maximize: bool,
+        gradient_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self.layout, self.passes, self.communicator, self.device = layout, passes, communicator, device
         self.clipping, self.bias_correction = max_grad_norm is not None, bias_correction
+        self.gradient_dtype = gradient_dtype
         segments = sum(len(bucket.parameters) for bucket in layout.buckets)
         self.hyper = torch.zeros(segments, len(Hyper), dtype=torch.float32, device=device)
         self.rates = torch.zeros(segments, len(Rate), dtype=torch.float32, device=device)
@@ -157,6 +160,16 @@ class Replica:
         unscale = self.clip[Clip.UNSCALE]
         squares.mul_(unscale).mul_(unscale)
         self.communicator.all_gather(self.local_squares, squares).wait()
+
+    def variance_norms(self) -> Tensor:
+        """|v|_1 of every layer over 1 - beta2^k, so that v filling up is not taken for growth; of v' in compression.
+
+        fp64 [segments], on the parameters' device.
+        """
+        filled = 1 - self.hyper[:, Hyper.BETA2].double() ** self.rates[:, Rate.STEP].double()
+        moving = [b.exp_avg_sq if b.exp_avg_sq_fresh is None else b.exp_avg_sq_fresh for b in self.buckets]
+        sums = [bucket.layer_sums(v.abs()) for bucket, v in zip(self.buckets, moving, strict=True)]
+        return torch.where(filled > 0, torch.cat(sums) / filled, 0.0) if sums else filled
 
     def held(self) -> list[Tensor]:
         """Every tensor whose size grows with the parameters."""

@@ -79,10 +79,11 @@ class Warmup:
         if not self._tables:
             for number, bucket in enumerate(replica.buckets):
                 size = bucket.elements + (replica.answer.numel() if number == 0 else 0)
-                flat = torch.zeros(size, dtype=bucket.layout.dtype, device=replica.device)
+                dtype = replica.gradient_dtype or bucket.layout.dtype
+                flat = torch.zeros(size, dtype=dtype, device=replica.device)
                 self._sent.append(flat)
                 bucket.averaged = flat[: bucket.elements]
-                table = TensorTable(bucket.map.segments, bucket.layout.dtype, replica.device)
+                table = TensorTable(bucket.map.segments, dtype, replica.device)
                 table.set(bucket.views(bucket.averaged))
                 self._tables.append(table)
         started = []

@@ -151,7 +151,7 @@ def wide_accesses(launch: Launch, tensors: tuple[str, ...]) -> dict[int, int]:
     setting, lanes = launch.setting, _lanes(launch)
     own = max(1, lanes // (32 * launch.options["num_warps"]))
     grad_size = (setting.grad_dtype or setting.dtype).itemsize
-    sizes = {"copies": setting.dtype.itemsize, "grads": grad_size, "out": grad_size}
+    sizes = {"copies": setting.dtype.itemsize, "grads": grad_size, "out": setting.dtype.itemsize}
     needed: dict[int, int] = {}
     for tensor in tensors:
         size = sizes.get(tensor, 4)

@@ -32,8 +32,8 @@ PARTIALS = {
     "seal_worker": 2,
     "reduce_chunk": 1,
     "seal_server": 1,
-    "fresh_variance": 3,
-    "soft_threshold_rate": 3,
+    "fresh_variance": 4,
+    "soft_threshold_rate": 4,
 }
 """Pass -> partial results of a block that it writes or reads."""
 
@@ -132,7 +132,7 @@ def block_sizes() -> list[int]:
 
     def accepted(block: int) -> bool:
         try:
-            check_optimizer(1, None, 1, None, block, block)
+            check_optimizer(1, None, None, None, 1, None, block, block)
         except ValueError:
             return False
         return True
@@ -182,7 +182,7 @@ def arguments(name: str, setting: Setting) -> dict[str, Any]:
         "block_elements": block,
         "ranks": ranks,
         "partials": part(PARTIALS.get(name, 0), setting.chunk_blocks if chunked else blocks),
-        "out": torch.empty(blocks * block, dtype=grad_dtype),
+        "out": torch.empty(blocks * block, dtype=setting.dtype),
         **{key: torch.empty(blocks * block) for key in ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "x")},
         "y": torch.empty(setting.chunk_blocks * block),
         **{

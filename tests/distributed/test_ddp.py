@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from onebit_triton import OneBitLamb
 from onebit_triton.kernels.tables import Roll
 
 from ..ranks import RankPool
-from ..training import logged
+from ..training import gradients, logged, parameters, set_gradients, vector
 
 
 def model() -> torch.nn.Sequential:
@@ -77,6 +79,43 @@ def test_attach_averages_then_leaves_gradients_local(ranks: RankPool) -> None:
 def test_attach_equals_own_averaging(ranks: RankPool) -> None:
     by_hook, by_us = ranks(2, train, "attach", 4)[0], ranks(2, train, "plain", 4)[0]
     np.testing.assert_allclose(by_hook["params"], by_us["params"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["attach", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_can_be_averaged_in_16_bits(ranks: RankPool, mode: str, dtype: torch.dtype) -> None:
+    """Half the bytes in warmup and as many as ever in compression; the steps differ where gradients are near zero."""
+    whole, half = (ranks(2, train, mode, 7, 1, options) for options in ({}, {"gradient_dtype": dtype}))
+    np.testing.assert_array_equal(half[0]["params"], half[1]["params"])
+    assert half[0]["sent"][5:] == whole[0]["sent"][5:]
+    for few, many in zip(half[0]["sent"][:4], whole[0]["sent"][:4], strict=True):
+        assert few == pytest.approx(many / 2, rel=0.01)
+    whole, half = (ranks(2, train, mode, 4, 1, options) for options in ({}, {"gradient_dtype": dtype}))
+    assert 0 < np.median(np.abs(half[0]["params"] - whole[0]["params"])) < 1e-4
+
+
+def test_what_is_averaged_in_16_bits(ranks: RankPool) -> None:
+    """Gradients are divided, rounded, then summed: LAMB on the result takes the very same steps."""
+    dtype = torch.bfloat16
+    params = parameters()
+    optimizer = OneBitLamb(params, lr=0.01, freeze_step=9, backend="torch", block_elements=64)
+    for step in range(4):
+        halves = [[grad / 2 for grad in gradients(step, rank, params)] for rank in range(2)]
+        set_gradients(params, [(a.to(dtype) + b.to(dtype)).float() for a, b in zip(*halves, strict=True)])
+        optimizer.step()
+    for seen in ranks(2, average_in, dtype):
+        np.testing.assert_array_equal(seen, vector(params))
+
+
+def average_in(rank: int, ranks: int, dtype: torch.dtype) -> np.ndarray:
+    params = parameters()
+    optimizer = OneBitLamb(
+        params, lr=0.01, freeze_step=9, gradient_dtype=dtype, backend="torch", block_elements=64, bucket_elements=256
+    )
+    for step in range(4):
+        set_gradients(params, gradients(step, rank, params))
+        optimizer.step()
+    return vector(params)
 
 
 def test_accumulation_under_no_sync(ranks: RankPool) -> None:
@@ -232,6 +271,36 @@ def test_two_models_under_one_optimizer(ranks: RankPool) -> None:
         np.testing.assert_array_equal(mine, theirs)
     losses = np.mean([seen["losses"] for seen in results], 0)
     assert losses[-4:].mean() < losses[8:12].mean() < losses[:4].mean()
+
+
+def drop_an_attached_model(rank: int, ranks: int) -> list[bool]:
+    """Which of optimizer, hook and model are freed as soon as nobody uses them, and steps without the model go on."""
+    group = torch.distributed.new_group(list(range(ranks)))
+    net = torch.nn.Linear(12, 3)
+    optimizer = OneBitLamb(net.parameters(), lr=0.02, freeze_step=3, backend="torch", process_group=group)
+    ddp = optimizer.attach(DistributedDataParallel(net, process_group=group))
+    seen = [weakref.ref(optimizer), weakref.ref(next(optimizer._hooks.values())), weakref.ref(ddp)]
+    gc.collect()
+    gc.disable()
+    try:
+        ddp(torch.full((2, 12), float(rank))).sum().backward()
+        optimizer.step()
+        del ddp
+        gc.collect()  # a DistributedDataParallel refers to itself
+        freed = [seen[1]() is None, seen[2]() is None]
+        for _ in range(4):
+            optimizer.step()
+        freed.append(optimizer.stage == "compression")
+        del optimizer
+        freed.append(seen[0]() is None)
+    finally:
+        gc.enable()
+    return freed
+
+
+def test_the_optimizer_keeps_no_model_alive_and_nothing_keeps_the_optimizer(ranks: RankPool) -> None:
+    for freed in ranks(2, drop_an_attached_model):
+        assert freed == [True] * 4
 
 
 def clip_by_hand(rank: int, ranks: int) -> list[str]:

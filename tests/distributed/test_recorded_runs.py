@@ -54,6 +54,7 @@ def replay(rank: int, ranks: int, path: str, backend: str) -> dict[str, np.ndarr
     return {key: np.stack(values) for key, values in seen.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
     [*((name, backend) for name in NAMES for backend in ("torch", "triton")), ("even_w4_nowd", "torch")],

@@ -112,6 +112,7 @@ class Judge:
         defaults = {
             "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "max_coeff": 10.0, "min_coeff": 0.01,
             "coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1,
+            "max_rate_ratio": np.inf,
         }  # fmt: skip
         given = {key: value for key, value in self.plan.options.items() if key in defaults}
         found = []

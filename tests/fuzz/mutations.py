@@ -74,7 +74,7 @@ class Mutation:
         """Change a state dict in place; nothing if there is no such place any more."""
         places = list(_places(state))
         if self.kind in TENSORS:
-            places = [place for place in places if isinstance(place[0][place[1]], torch.Tensor)]
+            places = [place for place in places if _still_plain(place[0][place[1]])]
         if self.kind in ("cut", "repeat"):
             places = [place for place in places if isinstance(place[0][place[1]], list)]
         if not places:
@@ -101,6 +101,12 @@ class Mutation:
             inside[key] = inside[key][:-1]
         elif self.kind == "repeat":
             inside[key] = [*inside[key], *inside[key][:1]]
+
+
+def _still_plain(value: Any) -> bool:
+    """Whether every function of TENSORS takes it, which those that others have changed are not."""
+    plain = isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
+    return plain and value.device.type != "meta"
 
 
 def _places(state: Any) -> Any:

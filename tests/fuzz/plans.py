@@ -222,6 +222,7 @@ DRAWN = {
     "factors": st.tuples(FACTOR, FACTOR),
     "coeff_beta": _number(0.1, 0.99, 0.0),
     "factor_threshold": _number(0.01, 0.9, 0.0),
+    "max_rate_ratio": _number(0.1, 4.0, 1.0),
 }
 """What a group may set for itself; coeffs and factors are a lower and an upper bound."""
 

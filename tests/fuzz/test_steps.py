@@ -56,7 +56,7 @@ def follow(ranks: RankPool, cases: list[Plan]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@settings(max_examples=max(1, EXAMPLES // 4))
+@settings(max_examples=max(1, EXAMPLES // 10))
 @given(st.lists(plans(), min_size=1, max_size=8))
 @example([MASKED, OVERFLOW, EMPTY])
 def test_steps(ranks: RankPool, cases: list[Plan]) -> None:

@@ -79,15 +79,15 @@ SMALL = Case("small", (70, 3, 64, 129), ranks=2, grad_scale=0.5)
 GROUPS: tuple[dict[str, Any], ...] = (
     {
         "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "coeff": (0.01, 10.0),
-        "coeff_beta": 0.9, "factor": (0.5, 4.0), "threshold": 0.1,
+        "coeff_beta": 0.9, "factor": (0.5, 4.0), "threshold": 0.1, "rate_ratio": float("inf"),
     },
     {
         "lr": 3e-3, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0, "coeff": (0.3, 0.31),
-        "coeff_beta": 0.5, "factor": (0.9, 1.05), "threshold": 0.02,
+        "coeff_beta": 0.5, "factor": (0.9, 1.05), "threshold": 0.02, "rate_ratio": 1.5,
     },
     {
         "lr": 0.2, "betas": (0.75, 0.6), "eps": 1e-6, "weight_decay": 0.1, "coeff": (0.0, 100.0),
-        "coeff_beta": 0.99, "factor": (0.01, 50.0), "threshold": 0.9,
+        "coeff_beta": 0.99, "factor": (0.01, 50.0), "threshold": 0.9, "rate_ratio": 0.01,
     },
 )  # fmt: skip
 """Hyperparameters of the param groups; segments take them in turn."""
@@ -120,6 +120,7 @@ def hyper_row(case: Case, segment: int) -> Tensor:
         Hyper.FACTOR_MAX: group["factor"][1],
         Hyper.THRESHOLD_LOW: 1 - group["threshold"],
         Hyper.THRESHOLD_HIGH: 1 + group["threshold"],
+        Hyper.MAX_RATE_RATIO: group["rate_ratio"],
         Hyper.COEFF_BIAS_CORRECTION: float(case.coeff_bias_correction),
     }
     return torch.tensor([row[column] for column in Hyper], dtype=torch.float64).float()
@@ -283,7 +284,7 @@ class Bed:
         add("roll", (case.ranks, len(Roll)), torch.float32)
         add("norms", (blocks.blocks,), torch.float32)
         add("partials2", (2, blocks.blocks), torch.float32)
-        add("partials3", (3, blocks.blocks), torch.float32)
+        add("partials4", (4, blocks.blocks), torch.float32)
         add("chunk_partials", (self.chunk_blocks,), torch.float32)
         add("hyper", (blocks.segments, len(Hyper)), torch.float32)
         add("rates", (blocks.segments, len(Rate)), torch.float32)

@@ -314,14 +314,14 @@ def test_fresh_variance(scale: Scale, mode: str) -> None:
         giant.params, giant.grads if mode == "uncompressed" else None, giant.blocks, giant.messages("old"),
         giant.messages("new"), None if mode == "bits" else giant.state("exp_avg"), giant.state("exp_avg_sq"),
         giant.state("exp_avg_sq_fresh"), giant.hyper, giant.rates, shared["clip"], shared["decision"],
-        giant.partials("partials3"), True,
+        giant.partials("partials4"), True,
     )  # fmt: skip
     TORCH.fresh_variance(
         end.params, end.grads if mode == "uncompressed" else None, end.blocks, end["old"], end["new"],
         None if mode == "bits" else end["exp_avg"], end["exp_avg_sq"], end["exp_avg_sq_fresh"], end["hyper"],
-        end["rates"], end["clip"], end["decision"], end["partials3"], True,
+        end["rates"], end["clip"], end["decision"], end["partials4"], True,
     )  # fmt: skip
-    giant.agree("exp_avg_sq_fresh", "exp_avg" if mode == "uncompressed" else "old", rounded=("partials3",))
+    giant.agree("exp_avg_sq_fresh", "exp_avg" if mode == "uncompressed" else "old", rounded=("partials4",))
 
 
 @SCALES
@@ -378,7 +378,7 @@ def test_rates_of_the_last_segments(stage: str) -> None:
     """Three tensors of a block each, behind one of 2**29 blocks."""
     blocks = 2**29 + LAST
     end = Bed(Case("end", (BLOCK,) * LAST), masks=True)
-    name = "partials2" if stage == "warmup" else "partials3"
+    name = "partials2" if stage == "warmup" else "partials4"
     end[name].copy_(torch.rand(end[name].shape, generator=torch.Generator().manual_seed(4)) + 0.5)
     shared = end.clone()
     rows = shared[name].shape[0]

@@ -115,7 +115,7 @@ RUNS: dict[tuple[str, str], Callable[[Passes, Bed], None]] = {
     ("fresh_variance", "dense"): Fresh("dense"),
     ("fresh_variance", "uncompressed"): Fresh("uncompressed"),
     ("soft_threshold_rate", "bits"): lambda t, b: t.soft_threshold_rate(
-        b.blocks, b["partials3"], b["hyper"], b["rates"], b["decision"]
+        b.blocks, b["partials4"], b["hyper"], b["rates"], b["decision"]
     ),
     ("compressed_apply", "bits"): Apply(False),
     ("compressed_apply", "uncompressed"): Apply(True),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onebit_triton.buckets import block_map, plan_layout
-from onebit_triton.kernels.backends import Passes
+from onebit_triton.kernels.backends import Passes, load_passes
 from onebit_triton.kernels.tables import TensorTable
 
 from .bed import CASES, CPU, FEW_CASES, SMALL, TORCH, TRITON, Bed, Case, check, same_bits
@@ -86,10 +86,19 @@ def test_memory_order_of_strided_gradients(passes: Passes) -> None:
     assert same_bits(out, torch.cat((values, torch.zeros(4))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("passes", [TRITON, TORCH, load_passes("inductor", CPU)], ids=lambda passes: passes.name)
+def test_flatten_rounds_to_what_is_sent(passes: Passes, dtype: torch.dtype) -> None:
+    bed = Bed(SMALL)
+    out = torch.full((bed.elements,), float("nan"), dtype=dtype)
+    passes.flatten_gradients(bed.grads, bed.blocks, out, 3)
+    assert same_bits(out, (bed.flat("grad") / torch.tensor(3.0)).to(dtype))
+
+
 def test_refuses_wrong_buffers() -> None:
     bed = Bed(SMALL)
-    with pytest.raises(ValueError, match=r"Invalid out: must be contiguous torch.float32 with \d+ elements on cpu"):
-        TRITON.flatten_gradients(bed.grads, bed.blocks, bed["averaged"].half(), 2)
+    with pytest.raises(ValueError, match=r"Invalid out: its dtype must be one of .*, got torch.float64"):
+        TRITON.flatten_gradients(bed.grads, bed.blocks, bed["averaged"].double(), 2)
     with pytest.raises(ValueError, match="Invalid out"):
         TRITON.flatten_gradients(bed.grads, bed.blocks, bed["averaged"][1:], 2)
     with pytest.raises(ValueError, match="Invalid partials"):

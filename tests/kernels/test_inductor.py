@@ -127,7 +127,7 @@ def update(passes: Any, bed: Bed, mode: str = "bits") -> None:
     passes.compressed_update(
         bed.params, bed.copies, bed.grads if mode == "uncompressed" else None, bed.blocks, bed["old"], bed["new"],
         None if mode == "bits" else bed["exp_avg"], bed["exp_avg_sq"], bed["exp_avg_sq_fresh"], bed["hyper"],
-        bed["rates"], bed["clip"], bed["decision"], bed["partials3"], bed.case.bias_correction,
+        bed["rates"], bed["clip"], bed["decision"], bed["partials4"], bed.case.bias_correction,
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ RUNS: dict[Callable[[Any, Bed], None], set[str]] = {
     update_dense: {"param", "old", "exp_avg_sq_fresh", "rates"},
     update_uncompressed: {"param", "exp_avg", "exp_avg_sq_fresh", "rates"},
 }
-ROUNDED = ("norms", "rates", "partials2", "partials3", "chunk_partials")
+ROUNDED = ("norms", "rates", "partials2", "partials4", "chunk_partials")
 """What is a sum, or follows from one."""
 
 
@@ -168,7 +168,7 @@ def test_compiled_agrees(compiled: InductorPasses, case: Case, run: Callable[[An
     assert not found.memory.damaged()
     for name in bed.memory.names:
         group = name.partition(".")[0]
-        if group in ("partials2", "partials3") and run not in (compress, compress_dense):
+        if group in ("partials2", "partials4") and run not in (compress, compress_dense):
             continue  # scratch of an update
         if skip and group in ROUNDED and run is not norms:
             continue
@@ -179,7 +179,7 @@ def test_compiled_agrees(compiled: InductorPasses, case: Case, run: Callable[[An
         else:
             assert same_bits(found[name], twin[name]), name
     changed = {name.partition(".")[0] for name in bed.memory.names if not same_bits(found[name], bed[name])}
-    scratch = {"chunk_partials", "partials3"} | ({"partials2"} if run is lamb else set())
+    scratch = {"chunk_partials", "partials4"} | ({"partials2"} if run is lamb else set())
     if not skip:
         expected = RUNS[run] | (bed.parameters if "param" in RUNS[run] else set())
         assert changed - scratch == expected - scratch

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from ..interpreter import ORIGINAL_CAST
+from ..interpreter import ORIGINAL_CAST, ORIGINAL_INITIALIZE
 from .bed import same_bits
 
 SPECIAL = [
@@ -66,6 +66,14 @@ def test_stores_round_to_nearest_even(dtype: torch.dtype) -> None:
     out = torch.zeros(1024, dtype=dtype)
     _store_kernel[(1,)](x, out, triton_dtype, 1024)
     assert same_bits(out, x.to(dtype))
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.pointer_type(tl.int8), tl.block_type(tl.int32, [4, 8])], ids=str)
+def test_tensors_are_as_triton_makes_them(kind: tl.dtype) -> None:
+    ours, theirs = tl.tensor("handle", kind), object.__new__(tl.tensor)
+    ORIGINAL_INITIALIZE(theirs, "handle", kind)
+    assert vars(ours) == vars(theirs)
+    assert ours.shape.values == theirs.shape.values
 
 
 def test_language_is_as_before_after_a_launch() -> None:

@@ -170,7 +170,7 @@ def test_refuses_wrong_state() -> None:
         ("exp_avg", bed["exp_avg"][:-64]),
         ("exp_avg_sq", bed["exp_avg_sq"].bfloat16()),
         ("exp_avg_sq", bed["exp_avg_sq"].to("meta")),
-        ("partials2", bed["partials3"]),
+        ("partials2", bed["partials4"]),
         ("partials2", torch.empty(bed.blocks.blocks, 2).t()),
     ):
         args = {**good, name: bad}
@@ -180,7 +180,7 @@ def test_refuses_wrong_state() -> None:
                 bed["clip"], bed["decision"], args["partials2"], False,
             )  # fmt: skip
     with pytest.raises(ValueError, match="Invalid partials"):
-        TRITON.trust_ratio(bed.blocks, bed["partials3"], bed["hyper"], bed["rates"], bed["decision"])
+        TRITON.trust_ratio(bed.blocks, bed["partials4"], bed["hyper"], bed["rates"], bed["decision"])
 
 
 def test_root_of_the_twin_is_correctly_rounded() -> None:

@@ -334,7 +334,7 @@ def test_refuses_wrong_buffers() -> None:
         ("old", bed["old"].int()),
         ("new", bed["new"].view(torch.int8)),
         ("new", bed["new"].t().contiguous().t()),
-        ("partials2", bed["partials3"]),
+        ("partials2", bed["partials4"]),
     ):
         args = {**good, name: bad}
         called = {"old": "old_messages", "new": "new_messages", "partials2": "partials"}.get(name, name)

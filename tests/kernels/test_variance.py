@@ -37,13 +37,13 @@ class Fresh:
 
     @property
     def written(self) -> list[str]:
-        return ["exp_avg_sq_fresh", "partials3", "exp_avg" if self.mode == "uncompressed" else "old"]
+        return ["exp_avg_sq_fresh", "partials4", "exp_avg" if self.mode == "uncompressed" else "old"]
 
     def __call__(self, passes: Passes, bed: Bed) -> None:
         passes.fresh_variance(
             bed.params, bed.grads if self.mode == "uncompressed" else None, bed.blocks, bed["old"], bed["new"],
             None if self.mode == "bits" else bed["exp_avg"], bed["exp_avg_sq"], bed["exp_avg_sq_fresh"],
-            bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"], bed.case.bias_correction,
+            bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials4"], bed.case.bias_correction,
         )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ class Apply:
 
 
 def rate(passes: Passes, bed: Bed) -> None:
-    passes.soft_threshold_rate(bed.blocks, bed["partials3"], bed["hyper"], bed["rates"], bed["decision"])
+    passes.soft_threshold_rate(bed.blocks, bed["partials4"], bed["hyper"], bed["rates"], bed["decision"])
 
 
 OTHER_MODES = ("dense", "uncompressed")
@@ -73,7 +73,7 @@ CASES_AND_MODES = pytest.mark.parametrize(
 def check_fresh(bed: Bed, mode: str) -> Bed:
     """Compare the variance pass; what holds for every input."""
     run = Fresh(mode)
-    kernel, _ = check(bed, run, run.written, rounded=["partials3"], overwritten=["partials3"])
+    kernel, _ = check(bed, run, run.written, rounded=["partials4"], overwritten=["partials4"])
     if mode != "uncompressed":
         assert same_bits(kernel["old:planes"], bed["new:planes"]), "the momentum is up to date"
         assert same_bits(kernel["old"][:, :HEADER_BYTES], bed["old"][:, :HEADER_BYTES]), "but for its scale"
@@ -82,7 +82,7 @@ def check_fresh(bed: Bed, mode: str) -> Bed:
     assert kernel["exp_avg_sq_fresh"].isfinite().all()
     assert not kernel["exp_avg"][~part].any()
     without = ~part.view(bed.blocks.blocks, -1).any(1)
-    assert not kernel["partials3"][:2, without].any(), "a block without elements that take part"
+    assert not kernel["partials4"][:2, without].any(), "a block without elements that take part"
     return kernel
 
 
@@ -162,7 +162,7 @@ def test_factor(passes: Passes, partials: tuple[float, float, float], hyper: dic
     for column, value in columns.items():
         bed["hyper"][0, column] = value
     bed["rates"][0, Rate.FACTOR] = 1.0
-    bed["partials3"].copy_(torch.tensor(partials).view(3, 1))
+    bed["partials4"].copy_(torch.tensor([*partials, 1.0]).view(4, 1))
     rate(passes, bed)
     assert bed["rates"][0, Rate.FACTOR].item() == factor
 
@@ -176,7 +176,7 @@ def test_rate_in_numbers(passes: Passes, correct: bool) -> None:
     bed["rates"].copy_(torch.arange(1.0, len(Rate) + 1))
     for column, value in ((Rate.COEFF, 3.0), (Rate.COEFF_CORRECTION, 0.25), (Rate.FACTOR, 2.0), (Rate.COUNT, 64.0)):
         bed["rates"][0, column] = value
-    bed["partials3"].copy_(torch.tensor([[2.0], [1.0], [1.0]]))
+    bed["partials4"].copy_(torch.tensor([[2.0], [1.0], [1.0], [1.0]]))
     rate(passes, bed)
     coeff = 12.0 if correct else 3.0
     expected = torch.arange(1.0, len(Rate) + 1)
@@ -186,16 +186,38 @@ def test_rate_in_numbers(passes: Passes, correct: bool) -> None:
     assert bed["rates"][0].tolist() == expected.tolist()
 
 
+@BOTH
+@pytest.mark.parametrize(
+    ("p_squares", "u_squares", "ratio", "used"),
+    [
+        # C f is 6; the trust ratio is |p| / |u| within 0.5 and 2.5
+        (16.0, 4.0, 1.5, 3.0), (16.0, 4.0, 3.5, 6.0), (16.0, 4.0, float("inf"), 6.0), (100.0, 1.0, 2.0, 5.0),
+        (1.0, 100.0, 2.0, 1.0), (0.0, 4.0, 1.5, 1.5), (16.0, 0.0, 1.5, 1.5),
+    ],
+)  # fmt: skip
+def test_rate_bound(passes: Passes, p_squares: float, u_squares: float, ratio: float, used: float) -> None:
+    bed = Bed(Case("bound", (64,)))
+    for column, value in (
+        (Hyper.LR, 0.5), (Hyper.COEFF_BIAS_CORRECTION, 0.0), (Hyper.WEIGHT_DECAY, 0.0), (Hyper.MIN_COEFF, 0.5),
+        (Hyper.MAX_COEFF, 2.5), (Hyper.MAX_RATE_RATIO, ratio),
+    ):  # fmt: skip
+        bed["hyper"][0, column] = value
+    bed["rates"][0, Rate.COEFF], bed["rates"][0, Rate.FACTOR] = 3.0, 2.0
+    bed["partials4"].copy_(torch.tensor([[2.0], [1.0], [u_squares], [p_squares]]))
+    rate(passes, bed)
+    assert bed["rates"][0, [Rate.FACTOR, Rate.COEFF_USED, Rate.RATE]].tolist() == [2.0, used, 0.5 * used]
+
+
 @pytest.mark.parametrize("largest", [0, 1024, 2100])
 def test_more_blocks_than_a_reduction_reads_at_a_time(largest: int) -> None:
     bed = Bed(Case("many_blocks", (64 * 2100 + 1, 5)))
     random = torch.Generator().manual_seed(3)
-    bed["partials3"].copy_(torch.rand(3, bed.blocks.blocks, generator=random))
-    bed["partials3"][0, largest] = 1.5
+    bed["partials4"].copy_(torch.rand(4, bed.blocks.blocks, generator=random))
+    bed["partials4"][0, largest] = 1.5
     bed["hyper"][0, Hyper.WEIGHT_DECAY] = 0.1
     bed["rates"][0, Rate.FACTOR] = 1.25
     kernel, _ = check(bed, rate, ["rates"], rounded=["rates"])
-    sums = bed["partials3"][1:, :2101].double().sum(1)
+    sums = bed["partials4"][1:, :2101].double().sum(1)
     share = min(1.0, float((sums[0] / sums[1]).sqrt()))
     expected = min(max(1.5 * share + 1 - share, 0.9 * 1.25), 1.1 * 1.25)
     assert kernel["rates"][0, Rate.FACTOR].item() == pytest.approx(expected, rel=1e-5)
@@ -223,9 +245,10 @@ def test_reconstructed_gradient_in_numbers(passes: Passes) -> None:
     gradient = (new - 0.75 * old) / 0.25
     assert sorted(set(gradient.tolist())) == [-20.0, -4.0, 4.0, 20.0]
     assert same_bits(bed["exp_avg_sq_fresh"], 1.0 + 0.5 * gradient.square())
-    ratio, direction, u = bed["partials3"][:, 0].tolist()
+    ratio, direction, u, p = bed["partials4"][:, 0].tolist()
     assert ratio == pytest.approx(3.0 / 3.5)
     assert direction == u == pytest.approx(64 * (2 / 3) ** 2)
+    assert p == pytest.approx(bed["param.0"].double().square().sum().item())
 
 
 @pytest.mark.parametrize("mode", ["bits", "dense", "uncompressed"])
@@ -239,21 +262,21 @@ def test_skipped_step_changes_nothing(case: Case, mode: str) -> None:
 
 def test_refuses_wrong_state() -> None:
     bed = Bed(SMALL)
-    good = {name: bed[name] for name in ("exp_avg_sq", "exp_avg_sq_fresh", "partials3")}
+    good = {name: bed[name] for name in ("exp_avg_sq", "exp_avg_sq_fresh", "partials4")}
     for name, bad in (
         ("exp_avg_sq", bed["exp_avg_sq"].double()),
         ("exp_avg_sq", bed["exp_avg_sq"][:-64]),
         ("exp_avg_sq_fresh", bed["exp_avg_sq"].bfloat16()),
         ("exp_avg_sq_fresh", bed["exp_avg_sq"].to("meta")),
-        ("partials3", bed["partials2"]),
-        ("partials3", torch.empty(bed.blocks.blocks, 3).t()),
+        ("partials4", bed["partials2"]),
+        ("partials4", torch.empty(bed.blocks.blocks, 4).t()),
     ):
         args = {**good, name: bad}
-        with pytest.raises(ValueError, match=f"Invalid {name.rstrip('3')}: must be contiguous torch.float32"):
+        with pytest.raises(ValueError, match=f"Invalid {name.rstrip('4')}: must be contiguous torch.float32"):
             TRITON.fresh_variance(
                 bed.params, None, bed.blocks, bed["old"], bed["new"], None, args["exp_avg_sq"],
                 args["exp_avg_sq_fresh"], bed["hyper"], bed["rates"], bed["clip"], bed["decision"],
-                args["partials3"], False,
+                args["partials4"], False,
             )  # fmt: skip
     with pytest.raises(ValueError, match="Invalid partials"):
         TRITON.soft_threshold_rate(bed.blocks, bed["partials2"], bed["hyper"], bed["rates"], bed["decision"])
@@ -266,7 +289,7 @@ def test_refuses_wrong_messages_where_it_reads_them() -> None:
         with pytest.raises(ValueError, match=f"Invalid {called}: must be contiguous torch.uint8"):
             TRITON.fresh_variance(
                 bed.params, None, bed.blocks, old, new, None, bed["exp_avg_sq"], bed["exp_avg_sq_fresh"],
-                bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials3"], False,
+                bed["hyper"], bed["rates"], bed["clip"], bed["decision"], bed["partials4"], False,
             )  # fmt: skip
     for messages, exp_avg, called in ((short, None, "new_messages"), (bed["new"], bed["exp_avg"].half(), "exp_avg")):
         with pytest.raises(ValueError, match=f"Invalid {called}: must be contiguous"):
