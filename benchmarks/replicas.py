@@ -142,10 +142,9 @@ def _timed(step: Callable[[], object]) -> float:
 
 def on_ranks(ranks: int, function: Callable[..., dict[Any, Measurement]], *args: Any) -> dict[Any, Measurement]:
     """What function(rank, *args) measures on processes that form a gloo group, one thread each."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool,
-    ):
+    context = get_context("forkserver")  # forked off a process that has only imported what takes long to import
+    context.set_forkserver_preload(["onebit_triton", "torch._dynamo", "pytorch_optimizer"])
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=context) as pool:
         # Every call blocks until all ranks have met, so each gets a process of its own.
         calls = [pool.submit(_join, f"{folder}/store", rank, ranks, function, args) for rank in range(ranks)]
         first, *others = [call.result() for call in calls]

@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from .ranks import RankPool
+from .recipes import MODULES, Launcher
 
 torch.set_num_threads(1)
 # A deadline would be an assertion on wall time. A change is judged by the same examples each time; `make fuzz` draws
 # many new ones. Tests in tests/fuzz scale their numbers by that of the profile.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first: one that starts last would leave the other workers of pytest-xdist idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +30,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    """Runs an example on n real processes, without torchrun."""
+    return Launcher(MODULES, tmp_path_factory.mktemp("launched"))
 
 
 @pytest.fixture(autouse=True)

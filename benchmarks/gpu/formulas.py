@@ -202,14 +202,15 @@ def fresh_variance(a: Any) -> dict[str, Tensor]:
     ratio = torch.where(part, denominator / ((fresh.abs() / two).sqrt() + eps), 0.0)
     direction = torch.where(part, m / one / denominator, 0.0)
     u = direction + _column(a, "hyper", Hyper.WEIGHT_DECAY) * p
-    partials = torch.stack((ratio.amax(1), direction.square().sum(1), u.square().sum(1)))
+    squares = [each.square().sum(1) for each in (direction, u, p)]
+    partials = torch.stack((ratio.amax(1), *squares))
     found = {"exp_avg_sq_fresh": fresh.view(-1), "partials": partials}
     return found if a.grads is None else {**found, "exp_avg": m.view(-1)}
 
 
 def soft_threshold_rate(a: Any) -> dict[str, Tensor]:
     hyper, rates, partials = a.hyper.double(), a.rates.double(), a.partials.double()
-    f, up, u = a.blocks.max(partials[0]), a.blocks.sum(partials[1]).sqrt(), a.blocks.sum(partials[2]).sqrt()
+    f, (up, u, p) = a.blocks.max(partials[0]), (a.blocks.sum(squares).sqrt() for squares in partials[1:])
     r = torch.where(u > 0, (up / u).clamp(max=1.0), 1.0)
     f = torch.where(hyper[:, Hyper.WEIGHT_DECAY] > 0, f * r + 1 - r, f)
     rates[:, Rate.UNCLIPPED] = torch.where(rates[:, Rate.COUNT] > 0, f, 1.0)
@@ -218,7 +219,8 @@ def soft_threshold_rate(a: Any) -> dict[str, Tensor]:
     f = f.clamp(last * hyper[:, Hyper.THRESHOLD_LOW], last * hyper[:, Hyper.THRESHOLD_HIGH])
     f = torch.where(rates[:, Rate.COUNT] > 0, f, 1.0)
     correction = torch.where(hyper[:, Hyper.COEFF_BIAS_CORRECTION] != 0, rates[:, Rate.COEFF_CORRECTION], 1.0)
-    used = rates[:, Rate.COEFF] / correction * f
+    trust = torch.where((p == 0) | (u == 0), 1.0, (p / u).clamp(hyper[:, Hyper.MIN_COEFF], hyper[:, Hyper.MAX_COEFF]))
+    used = (rates[:, Rate.COEFF] / correction * f).minimum(hyper[:, Hyper.MAX_RATE_RATIO] * trust)
     rates[:, Rate.STEP] += 1
     rates[:, Rate.FACTOR], rates[:, Rate.COEFF_USED], rates[:, Rate.RATE] = f, used, hyper[:, Hyper.LR] * used
     return {"rates": rates}
