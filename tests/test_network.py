@@ -133,6 +133,7 @@ with network(2) as made:
 
 @needs_network
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_every_method_trains(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_optimizer", reason="the rivals' Lamb needs pytorch-optimizer")
     options = ["--warmup=2", "--lr=0.005", "--backend=torch", "--layers=1", "--width=64", "--heads=2"]

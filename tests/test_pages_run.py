@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from .pages import ROOT, RUNNABLE, blocks, page_id, shell_lines, words
-from .recipes import MODULES, Launcher
+from .recipes import Launcher
 
 NOT_CODE = ("bibtex",)
-RECIPE = "--steps=4 --save-every=2 --batch-size=1 --accumulate=1"
+RECIPE = "--steps=3 --save-every=2 --batch-size=1 --accumulate=1"
 SMALL = {
-    "examples/demo.py": "--device=cpu --processes=2 --steps=3 --batch-size=2 --lr=1e-4",
+    "examples/demo.py": "--device=cpu --processes=2 --steps=3 --batch-size=2 --lr=1e-4 --eval-sequences=4",
     "examples/train_lm.py": "--device=cpu --steps=3 --freeze-step=2 --width=32 --batch-size=1 --eval-sequences=4",
     "examples/freeze_step.py": "--steps=2 --freeze-steps 1 --beta2 0.9 --width=32 --batch-size=2 --eval-sequences=4",
     "examples/accelerate_lm.py": f"{RECIPE} --freeze-step=1",
@@ -28,14 +29,6 @@ SMALL = {
 }
 """Options that are added to a command, so that it takes seconds."""
 SHORTENED = ("step-100", "step-2"), ("step=100", "step=2"), ("checkpoint-100", "checkpoint-2")
-RUNNER = """
-import sys, torch
-page, namespace = sys.argv[1], {"__name__": "__main__"}
-for at in range(2, len(sys.argv), 2):
-    line, code = int(sys.argv[at]), sys.argv[at + 1]
-    exec(compile("\\n" * (line - 1) + code, page, "exec"), namespace)
-assert not torch.distributed.is_initialized()
-"""
 GROUP = """
 import torch
 import torch.distributed as dist
@@ -108,19 +101,17 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=250)
 
 
-def run_python(parts: list[tuple[int, str]], name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code in one process and one namespace; each part stands at a line of a page."""
-    return run([sys.executable, "-c", RUNNER, name, *(str(one) for part in parts for one in part)], folder)
+def run_python(page: str, parts: list[tuple[int, str]]) -> None:
+    """Run Python code in one namespace; each part stands at a line of a page."""
+    namespace = {"__name__": "__main__"}
+    for line, code in parts:
+        exec(compile("\n" * (line - 1) + code, page, "exec"), namespace)
+    assert not torch.distributed.is_initialized()
 
 
 def after(diff: str) -> str:
     """What a diff leaves."""
     return "".join(line[1:] or line for line in diff.splitlines(keepends=True) if not line.startswith("-"))
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(MODULES, tmp_path_factory.mktemp("pages"))
 
 
 def run_command(command: str, folder: Path, launch: Launcher) -> None:
@@ -136,16 +127,17 @@ def run_command(command: str, folder: Path, launch: Launcher) -> None:
         case ["torchrun", "--nproc-per-node", ranks, script, *options]:
             launch(ROOT / script, *options, *SMALL[script].split(), ranks=int(ranks), folder=folder)
             return
-        case ["python", script, *options] if script in SMALL:
-            ran = [sys.executable, str(ROOT / script), *options, *SMALL[script].split()]
         case ["python", "-m", *arguments]:
             ran = [sys.executable, "-m", *arguments]
+        case ["python", script, *options] if script in SMALL:
+            launch.trainings_of(ROOT / script, *options, *SMALL[script].split(), folder=folder)
+            return
         case ["make", "demo"]:
             arguments = f"DEMO_ARGS={SMALL['examples/demo.py']} --out={folder / 'demo'}"
             ran = [*make, "-C", str(ROOT), "-o", f"{sys.prefix}/.installed-demo", "demo", arguments]
         case ["make", "test"]:
-            ran = [*make, "-C", str(ROOT), "-o", f"{sys.prefix}/.installed-test", "test", "WORKERS=1"]
-            ran += ["PYTEST_ARGS=tests/test_options.py"]
+            ran = [*make, "-C", str(ROOT), "-o", f"{sys.prefix}/.installed-test", "test", "WORKERS=0"]
+            ran += ["PYTEST_ARGS=tests/test_buckets.py"]
         case ["pip", "install", *what]:
             sources = folder / "sources"
             shutil.copytree(ROOT, sources, ignore=shutil.ignore_patterns(".*", "out", "build"), dirs_exist_ok=True)
@@ -160,19 +152,18 @@ def run_command(command: str, folder: Path, launch: Launcher) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=page_id)
 def test_page_runs(page: Path, tmp_path: Path, launch: Launcher) -> None:
     """In the page's order, but Python first; all of it in one folder."""
     text, name = page.read_text(), page_id(page)
     python, diffs = list(blocks(text, "python")), list(blocks(text, "diff"))
     if python:
-        done = run_python(python, name, tmp_path)
-        assert done.returncode == 0, done.stderr
+        launch.fork(run_python, [(name, python)], tmp_path)
     if diffs:
         before, then = AROUND[name]
         parts = [(1, before.replace("{folder}", str(tmp_path))), *((at, after(diff)) for at, diff in diffs), (1, then)]
-        done = run_python(parts, name, tmp_path)
-        assert done.returncode == 0, done.stderr
+        launch.fork(run_python, [(name, parts)], tmp_path)
     for line in shell_lines(text):
         if line.strip():
             run_command(line, tmp_path, launch)
@@ -184,12 +175,11 @@ def test_no_block_is_left_out(page: Path) -> None:
     assert languages <= {"python", "diff", "console", *NOT_CODE}
 
 
-def test_python_that_fails_is_found(tmp_path: Path) -> None:
+def test_python_that_fails_is_found(tmp_path: Path, launch: Launcher) -> None:
     text = "# A page\n\n```python\nx = 1\n```\n\nand\n\n```python\ny = x\nz = nowhere\n```\n"
-    done = run_python(list(blocks(text, "python")), "page.md", tmp_path)
-    assert done.returncode != 0
-    assert 'File "page.md", line 11' in done.stderr
-    assert "name 'nowhere' is not defined" in done.stderr
+    with pytest.raises(AssertionError, match="name 'nowhere' is not defined") as raised:
+        launch.fork(run_python, [("page.md", list(blocks(text, "python")))], tmp_path)
+    assert 'File "page.md", line 11' in str(raised.value)
 
 
 def test_a_command_that_fails_is_found(tmp_path: Path, launch: Launcher) -> None:

@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 
-from .recipes import EXAMPLES, MODULES, Launcher
+from .recipes import EXAMPLES, Launcher
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS, FREEZE_STEP, ACCUMULATE = 13, 6, 2
 # The first checkpoint is of the warmup, the second of compression.
 SAVED = WARMUP, COMPRESSION = 5, 10
 OPTIONS = [f"--steps={STEPS}", f"--freeze-step={FREEZE_STEP}", f"--accumulate={ACCUMULATE}", f"--save-every={WARMUP}"]
 PLAIN = Path(__file__).with_name("plain_lm.py")
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(MODULES, tmp_path_factory.mktemp("recipes"))
 
 
 @pytest.fixture(scope="module")

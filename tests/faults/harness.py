@@ -73,6 +73,7 @@ class Cell:
         operation: index in `SCRIPT`; doing: name of what is being done there when it strikes.
         rank: which is faulty.
         ddp: whether DistributedDataParallel averages the gradients; else the optimizer does.
+        settling: whether the warmup may end by itself; it never does so early.
         store: "file", or "tcp", which rank 0 hosts.
         timeout: of the process group, in seconds.
         ranks: how many; members: who of them trains, over a group of their own; None: all.
@@ -83,6 +84,7 @@ class Cell:
     doing: str
     rank: int = 1
     ddp: bool = False
+    settling: bool = False
     store: str = "file"
     timeout: float = 20.0
     ranks: int = 3
@@ -119,8 +121,9 @@ def build(here: Rank, cell: Cell, group: Any) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 4))
     here.plain, here.params = plain, list(plain.parameters())
+    warmup: dict[str, Any] = {"freeze_step": "auto", "max_freeze_step": 3} if cell.settling else {"freeze_step": 3}
     here.optimizer = OneBitLamb(
-        plain.named_parameters(), lr=0.01, freeze_step=3, betas=(0.9, 0.9), max_grad_norm=1.0, block_elements=64,
+        plain.named_parameters(), lr=0.01, **warmup, betas=(0.9, 0.9), max_grad_norm=1.0, block_elements=64,
         bucket_elements=256, backend="torch", process_group=group,
     )  # fmt: skip
     here.model = plain
@@ -138,12 +141,21 @@ def operate(here: Rank, cell: Cell, number: int, group: Any, strike: Callable[[s
     elif name == "step":
         here.steps += 1
         torch.manual_seed(1000 * here.steps + (cell.members or range(cell.ranks)).index(here.rank))
-        here.optimizer.zero_grad()
-        loss = here.model(torch.randn(8, 20)).square().mean()
-        with struck_in_backward(here.params[2], strike):
-            loss.backward()
-        strike("gradients")
-        here.optimizer.step()
+        inputs = torch.randn(8, 20)
+
+        def closure() -> Any:
+            here.optimizer.zero_grad()
+            loss = here.model(inputs).square().mean()
+            with struck_in_backward(here.params[2], strike):
+                loss.backward()
+            strike("gradients")
+            return loss
+
+        if cell.ddp:  # the usual loop there; else a closure
+            closure()
+            here.optimizer.step()
+        else:
+            here.optimizer.step(closure)
     elif name == "save":
         if cell.members is None:  # the example saves over all ranks
             with struck_in_writing(strike):

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+from ..recipes import EXAMPLES, Launcher
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("restarted_lm.py")
 SMALL = ["--device=cpu", "--steps=8", "--freeze-step=3", "--layers=1", "--width=32", "--batch-size=2"]
 SMALL += ["--eval-sequences=8", "--save-every=2"]
-NEVER, IN_COMPRESSION = 99, 5
+IN_COMPRESSION = 5
 
 
 @pytest.fixture
@@ -27,10 +29,10 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]
     """Starts torchrun; its workers write what they found to folder/result.json. Whatever still runs is ended."""
     started = []
 
-    def start(*options: str, at: int, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    def start(*options: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
         folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *options]
-        command += [str(SCRIPT), str(at), str(folder / "struck"), *SMALL]
+        command += [str(SCRIPT), str(IN_COMPRESSION), str(folder / "struck"), *SMALL]
         command += [f"--out={folder / 'result.json'}", f"--checkpoint={folder / 'checkpoints'}"]
         with (folder / f"output{len(started)}").open("wb") as output:
             started.append(subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output))
@@ -50,12 +52,12 @@ def result(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_a_killed_worker_is_restarted_and_nothing_is_lost(torchrun: Any, tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted_and_nothing_is_lost(torchrun: Any, launch: Launcher, tmp_path: Path) -> None:
     """The end is that of a run that nobody disturbed, bit for bit: both saved at the same steps."""
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
-    calm = torchrun(*options, at=NEVER, folder=tmp_path / "calm")
-    killed = torchrun(*options, at=IN_COMPRESSION, folder=tmp_path / "killed")
-    expected, found = result(calm, tmp_path / "calm"), result(killed, tmp_path / "killed")
+    killed = torchrun(*options, folder=tmp_path / "killed")
+    expected = launch(EXAMPLES / "train_lm.py", *SMALL, f"--checkpoint={tmp_path / 'calm'}")
+    found = result(killed, tmp_path / "killed")
     assert (tmp_path / "killed" / "struck").exists()
     assert found["history"]["stage"] == ["compression"] * 4, "it went on from step 4"
     assert len(expected["history"]["loss"]) == 8
@@ -74,7 +76,7 @@ def test_a_node_that_dies_leaves_a_smaller_training(torchrun: Any, tmp_path: Pat
 
     def agent(host: int) -> subprocess.Popen[bytes]:
         *most, conf = options
-        return torchrun(*most, conf % host, at=IN_COMPRESSION, folder=tmp_path / "run", FAULT="--whole-node")
+        return torchrun(*most, conf % host, folder=tmp_path / "run", FAULT="--whole-node")
 
     first = agent(1)
     second = agent(0)
