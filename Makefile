@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Tests at a time; those over several ranks start up to five processes each.
-WORKERS ?= 2
+# Tests at a time, for two cores: many wait for a time-out. Those over several ranks start up to five processes each.
+WORKERS ?= 3
 BENCH_ARGS ?=
 NETWORK_ARGS ?=
 FUZZ_ARGS ?=
@@ -34,8 +34,9 @@ help:
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
+# Neighbours stay on one worker, which has what they share; one without work takes some from another.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) tests/fuzz --hypothesis-profile fuzz --timeout 14400 $(FUZZ_ARGS)

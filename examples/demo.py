@@ -35,6 +35,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--freeze-step", type=int, help="warmup steps of 1-bit LAMB (default: a fifth of --steps)")
     parser.add_argument("--lr", type=float, default=0.012, help="peak learning rate")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all processes")
+    parser.add_argument("--eval-sequences", type=int, default=512, help="held-out sequences in all")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--processes", type=int, help="default: one per GPU, or 4 on the CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is")
@@ -58,6 +59,7 @@ def train(label: str, freeze_step: int, args: argparse.Namespace) -> dict[str, A
     result.unlink(missing_ok=True)  # never report an older run
     options = [f"--device={args.device}", f"--seed={args.seed}", f"--steps={args.steps}", f"--lr={args.lr}"]
     options += [f"--freeze-step={freeze_step}", f"--batch-size={max(1, args.batch_size // args.processes)}"]
+    options += [f"--eval-sequences={args.eval_sequences}"]
     return run_training(args.processes, f"{label:10}", result, options + ["--plain"] * args.plain)
 
 
