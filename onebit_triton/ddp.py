@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .collectives import Communicator
+from .eight_bits import DTYPE as EIGHT_BITS
+from .eight_bits import EightBitAllReduce
 from .failures import Pending, doing
 
 
@@ -43,12 +45,14 @@ class GradientHook:
         self.averaged = False
         self.squares: Tensor | None = None
         self._started: list[Pending] = []
+        self._eight_bits: list[tuple[EightBitAllReduce, Tensor, torch.futures.Future[Tensor], bool]] = []
 
     def reset(self) -> None:
         """Forget the last backward pass."""
         self.averaged = False
         self.squares = None
         self._started.clear()
+        self._eight_bits.clear()
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """What DDP calls; returns the bucket's gradients, averaged or as they are."""
@@ -62,8 +66,18 @@ class GradientHook:
             squares = buffer.float().square().sum()
             self.squares = squares if self.squares is None else self.squares + squares
         buffer.div_(self.communicator.ranks)
+        if bucket.is_last():
+            # Runs before DDP waits for the futures, which would name nobody.
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
         # The roll call goes along with the first bucket, which DDP keeps small: no collective more.
         calling = bucket.index() == 0
+        if calling and self.roll is None:
+            self.roll = torch.empty_like(self._answer())
+        start = self._start_eight_bits if self._dtype == EIGHT_BITS else self._start
+        return start(buffer, calling)
+
+    def _start(self, buffer: Tensor, calling: bool) -> torch.futures.Future[Tensor]:
+        """Sum a bucket over ranks, in the dtype that is sent."""
         sent = buffer.to(self._dtype or buffer.dtype)
         if calling:
             sent = torch.cat((sent, self._answer().to(sent.dtype)))
@@ -71,11 +85,6 @@ class GradientHook:
         work = dist.all_reduce(sent, group=self.communicator.group, async_op=True)
         if buffer.device.type == "cpu":
             self._started.append(work)
-        if bucket.is_last():
-            # Runs before DDP waits for the futures, which would name nobody.
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)
-        if calling and self.roll is None:
-            self.roll = torch.empty_like(self._answer())
         roll = self.roll if calling else None
 
         def received(done: Any) -> Tensor:
@@ -86,12 +95,32 @@ class GradientHook:
 
         return work.get_future().then(received)
 
+    def _start_eight_bits(self, buffer: Tensor, calling: bool) -> torch.futures.Future[Tensor]:
+        """Begin to sum a bucket over ranks: its second exchange starts when all first ones have been started."""
+        answer = self._answer().view(self.communicator.ranks, -1)[self.communicator.rank]
+        answer = answer if calling else answer[:0]
+        reduction = EightBitAllReduce(self.communicator, buffer.numel(), answer.numel(), buffer.device)
+        reduction.start(buffer, answer)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
+        )
+        self._eight_bits.append((reduction, buffer, future, calling))
+        return future
+
     def _wait(self) -> None:
         """Wait for the averages where that blocks, as backward is about to do."""
         started, self._started = self._started, []
+        reductions, self._eight_bits = self._eight_bits, []
         with doing("step"), doing("backward"):
             for work in started:
                 self.communicator.watch.wait(work, on_cpu=True)
+            for reduction, *_ in reductions:
+                reduction.add_up()
+            for reduction, buffer, future, calling in reductions:
+                answers = reduction.finish(buffer)
+                if calling and self.roll is not None:
+                    self.roll.copy_(answers.reshape(-1))
+                future.set_result(buffer)
 
 
 def install_hook(

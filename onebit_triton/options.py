@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .buckets import DTYPES, memory_order_is_dense
+from .eight_bits import DTYPE as EIGHT_BITS
 
 OPTIMIZER_OPTIONS = (
     "freeze_step", "max_freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
@@ -154,8 +155,9 @@ def check_optimizer(
         _check("check_replicas_every", check_replicas_every, "None or an integer >= 1", holds, "")
     if max_grad_norm is not None:
         _check("max_grad_norm", max_grad_norm, "None or a number > 0.0", _number(max_grad_norm) > 0.0, "")
-    allowed = ", ".join(str(dtype) for dtype in DTYPES)
-    holds = gradient_dtype is None or gradient_dtype in DTYPES
+    dtypes = (*DTYPES, EIGHT_BITS)
+    allowed = ", ".join(str(dtype) for dtype in dtypes)
+    holds = gradient_dtype is None or gradient_dtype in dtypes
     _check("gradient_dtype", gradient_dtype, f"None or one of {allowed}", holds, "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0
     _check(

@@ -45,7 +45,8 @@ WHOLE = [
     ({"max_grad_norm": 0.0}, "Invalid max_grad_norm=0.0. Must be None or a number > 0.0."),
     (
         {"gradient_dtype": torch.float64},
-        "Invalid gradient_dtype=torch.float64. Must be None or one of torch.float32, torch.bfloat16, torch.float16.",
+        "Invalid gradient_dtype=torch.float64. Must be None or one of torch.float32, torch.bfloat16, torch.float16, "
+        "torch.float8_e4m3fn.",
     ),
     ({"gradient_dtype": "bf16"}, "Invalid gradient_dtype='bf16'. Must be None or one of torch.float32"),
     ({"max_skipped_steps": 0}, "Invalid max_skipped_steps=0. Must be an integer >= 1."),

@@ -2,8 +2,9 @@
 
     python -m benchmarks.convergence tune                    # LAMB's learning rate, for every task
     python -m benchmarks.convergence compare                 # all methods, five seeds: hours
-    python -m benchmarks.convergence freeze --tasks byte-lm  # 1-bit LAMB with several freeze steps
-    python -m benchmarks.convergence robustness --tasks byte-lm recurrent
+    python -m benchmarks.convergence freeze                  # 1-bit LAMB with several freeze steps
+    python -m benchmarks.convergence traffic --settings benchmarks/convergence/long.toml
+    python -m benchmarks.convergence robustness --settings benchmarks/convergence/short.toml
 
 and, in a minute or two, fail if 1-bit LAMB leaves LAMB's band:
 
@@ -38,7 +39,7 @@ def parse_args() -> argparse.Namespace:
         prog="python -m benchmarks.convergence", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("experiment", choices=["tune", "compare", "freeze", "robustness", "band"])
+    parser.add_argument("experiment", choices=["tune", "compare", "freeze", "traffic", "robustness", "band"])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="default: all that have settings")
     parser.add_argument("--settings", type=Path, default=HERE / "settings.toml", help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per core)")
@@ -69,7 +70,7 @@ def main() -> None:
         return report.score(trained(run, args.results))
 
     rates = {}
-    if args.experiment in ("compare", "freeze", "band"):
+    if args.experiment in ("compare", "freeze", "traffic", "band"):
         open_rates = [task for task in tasks if len(settings.tasks[task].rates) > 1]
         tuning = [run for task in open_rates for run in experiments.tuning(settings, task)]
         train_all(tuning, args.results, args.workers)
@@ -78,6 +79,7 @@ def main() -> None:
         "tune": lambda task: experiments.tuning(settings, task),
         "compare": lambda task: experiments.comparison(settings, task, rates[task]),
         "freeze": lambda task: experiments.freezing(settings, task, rates[task]),
+        "traffic": lambda task: experiments.traffic(settings, task, rates[task]),
         "robustness": lambda task: experiments.robustness(settings, task),
         "band": lambda task: experiments.band(settings, task, rates[task]),
     }

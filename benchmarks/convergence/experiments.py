@@ -72,16 +72,20 @@ def best_rate(settings: Settings, task: str, score: Callable[[Run], float]) -> f
     return min(rates, key=total)
 
 
+def settled(steps: int) -> dict[str, Any]:
+    """Options of a warmup that ends by itself, after so many steps at the latest, with gradients in 8 bits."""
+    return {"freeze_step": "auto", "max_freeze_step": steps, "gradient_dtype": "float8_e4m3fn"}
+
+
 def comparison(settings: Settings, task: str, lr: float) -> list[Run]:
     """All methods with one rate and every seed.
 
     1-bit LAMB is frozen at a sixth of the steps; and when it has settled, at a third at the latest, with gradients in
-    fp16 until then.
+    8 bits until then.
     """
     steps = settings.tasks[task].steps
     sixth = {"freeze_step": steps // 6}
-    settled = {"freeze_step": "auto", "max_freeze_step": steps // 3, "gradient_dtype": "float16"}
-    variants: dict[str, list[dict[str, Any]]] = {"onebit": [sixth, settled], "onebit-deepspeed": [sixth]}
+    variants = {"onebit": [sixth, settled(steps // 3)], "onebit-deepspeed": [sixth]}
     return [
         run_of(settings, task, method, lr, seed, **options)
         for seed in settings.seeds
@@ -100,13 +104,23 @@ def band(settings: Settings, task: str, lr: float) -> list[Run]:
     ]
 
 
+def traffic(settings: Settings, task: str, lr: float) -> list[Run]:
+    """LAMB, and 1-bit LAMB frozen when it has settled, at a sixth of the steps at the latest; every seed."""
+    options = settled(settings.tasks[task].steps // 6)
+    return [
+        run_of(settings, task, method, lr, seed, **options)
+        for seed in settings.seeds
+        for method, options in (("lamb", {}), ("onebit", options))
+    ]
+
+
 def freezing(settings: Settings, task: str, lr: float) -> list[Run]:
-    """LAMB, and 1-bit LAMB with every freeze step of `SHARES`, its layer rates bounded or not."""
+    """LAMB, and 1-bit LAMB with every freeze step of `SHARES`, its layer rates bounded or not; three seeds."""
     steps = settings.tasks[task].steps
     frozen = [{"freeze_step": steps // share, **bound} for share in SHARES for bound in ({}, {"max_rate_ratio": 2.0})]
     return [
         run_of(settings, task, method, lr, seed, **options)
-        for seed in settings.seeds
+        for seed in settings.seeds[:3]
         for method, options in (("lamb", {}), *(("onebit", options) for options in frozen))
     ]
 

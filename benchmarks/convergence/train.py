@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def train(run: Run) -> dict[str, Any]:
     """Train.
 
     Returns:
-        The run; `losses`, the mean over ranks in every step; `held_out`, a list of step, bytes sent by rank 0 and what
+        The run; `losses`, the mean over ranks and ten steps each; `held_out`, a list of step, bytes sent by rank 0 and what
         the task measures; `switched`, the first compressed step, if any; `diverged`; `seconds`.
     """
     torch.set_num_threads(1)
@@ -103,7 +104,8 @@ def train(run: Run) -> dict[str, Any]:
         if step + 1 in looks:
             held_out.append(_look(run, model, step + 1, method))
     return {
-        "run": asdict(run), "losses": [round(loss, 5) for loss in losses], "held_out": held_out, "switched": switched,
+        "run": asdict(run), "losses": [round(mean(losses[i : i + 10]), 5) for i in range(0, len(losses), 10)],
+        "held_out": held_out, "switched": switched,
         "diverged": len(losses) < run.steps or not losses[-1] < DIVERGED * losses[0],
         "parameters": sum(p.numel() for p in params), "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..eight_bits import DTYPE as EIGHT_BITS
+from ..eight_bits import EightBitAllReduce
 from ..kernels.tables import Roll, TensorTable
 from .replica import Replica, phase
 
@@ -18,6 +20,7 @@ class Warmup:
         self._replica = replica
         self._tables: list[TensorTable] = []
         self._sent: list[Tensor] = []
+        self._eight_bits: list[EightBitAllReduce] = []
 
     def step(self, averaged_squares: Tensor | None, roll: Tensor | None) -> None:
         """Take one step.
@@ -75,32 +78,61 @@ class Warmup:
         Args:
             abstaining: add zeros instead of this rank's gradients.
         """
-        replica, communicator = self._replica, self._replica.communicator
+        replica, ranks = self._replica, self._replica.communicator.ranks
         if not self._tables:
-            for number, bucket in enumerate(replica.buckets):
-                size = bucket.elements + (replica.answer.numel() if number == 0 else 0)
-                dtype = replica.gradient_dtype or bucket.layout.dtype
-                flat = torch.zeros(size, dtype=dtype, device=replica.device)
-                self._sent.append(flat)
-                bucket.averaged = flat[: bucket.elements]
-                table = TensorTable(bucket.map.segments, dtype, replica.device)
-                table.set(bucket.views(bucket.averaged))
-                self._tables.append(table)
-        started = []
-        for bucket, flat in zip(replica.buckets, self._sent, strict=True):
+            self._allocate()
+        for bucket in replica.buckets:
             assert bucket.averaged is not None
             if abstaining:
                 bucket.averaged.zero_()
             else:
-                replica.passes.flatten_gradients(bucket.grads, bucket.map, bucket.averaged, communicator.ranks)
+                replica.passes.flatten_gradients(bucket.grads, bucket.map, bucket.averaged, ranks)
+        if self._eight_bits:
+            self._exchange_eight_bits()
+        else:
+            self._exchange()
+        return self._tables
+
+    def _allocate(self) -> None:
+        replica, communicator = self._replica, self._replica.communicator
+        eight_bits = replica.gradient_dtype == EIGHT_BITS
+        for number, bucket in enumerate(replica.buckets):
+            size = bucket.elements
+            if eight_bits:
+                answer = len(Roll) if number == 0 else 0
+                self._eight_bits.append(EightBitAllReduce(communicator, size, answer, replica.device))
+            elif number == 0:
+                size += replica.answer.numel()
+            dtype = torch.float32 if eight_bits else replica.gradient_dtype or bucket.layout.dtype
+            flat = torch.zeros(size, dtype=dtype, device=replica.device)
+            self._sent.append(flat)
+            bucket.averaged = flat[: bucket.elements]
+            table = TensorTable(bucket.map.segments, dtype, replica.device)
+            table.set(bucket.views(bucket.averaged))
+            self._tables.append(table)
+
+    def _exchange(self) -> None:
+        """Sum the flat buffers over ranks, in place, as they are."""
+        replica, communicator = self._replica, self._replica.communicator
+        started = []
+        for bucket, flat in zip(replica.buckets, self._sent, strict=True):
             flat[bucket.elements :].copy_(replica.answer.view(-1)[: flat.numel() - bucket.elements])
             started.append(communicator.all_reduce(flat))
         for work in started:
             work.wait()
         for bucket, flat in zip(replica.buckets[:1], self._sent, strict=False):
             replica.roll.view(-1).copy_(flat[bucket.elements :])
-        return self._tables
+
+    def _exchange_eight_bits(self) -> None:
+        """Sum the flat buffers over ranks, in place, rounded to 8 bits."""
+        replica = self._replica
+        for number, (reduction, flat) in enumerate(zip(self._eight_bits, self._sent, strict=True)):
+            reduction.start(flat, replica.answer[replica.communicator.rank, : len(Roll) if number == 0 else 0])
+        for reduction in self._eight_bits:
+            reduction.add_up()
+        answers = [reduction.finish(flat) for reduction, flat in zip(self._eight_bits, self._sent, strict=True)]
+        replica.roll.copy_(answers[0])
 
     def held(self) -> list[Tensor]:
-        """Buffers that only this stage has (the buckets hold all of them)."""
-        return []
+        """Buffers that only this stage has; the buckets hold the others."""
+        return [tensor for reduction in self._eight_bits for tensor in reduction.held()]
