@@ -217,12 +217,12 @@ def _step(p: Tensor, update: Tensor, segment: Tensor, rates: Tensor, decision: T
 
 
 def _compress(
-    g: Tensor, x: Tensor, old: Tensor, row: Tensor, new: Tensor, sums: Tensor, x_scale: Tensor, clip: Tensor
+    g: Tensor, x: Tensor, old: Tensor, row: Tensor, new: Tensor, sums: Tensor, x_scale: Tensor, clip: Tensor, l1: bool
 ) -> None:
     m = unpack_planes(old.to(torch.int32), row[:, 3:])
-    compensated, *squares = momentum_reference.compensate(g * clip[Clip.GRAD_SCALE], m, x, x_scale, row)
+    compensated, *both = momentum_reference.compensate(g * clip[Clip.GRAD_SCALE], m, x, x_scale, row, l1)
     new.copy_(pack_planes(compensated, torch.int32).to(new.dtype))
-    sums.copy_(torch.stack(squares, 1))
+    sums.copy_(torch.stack(both, 1))
     x.copy_(compensated)
 
 
@@ -233,11 +233,11 @@ def _undo(g: Tensor, x: Tensor, old: Tensor, row: Tensor, clip: Tensor, decision
 
 
 def _serve(
-    received: Tensor, y: Tensor, sent: Tensor, sums: Tensor, scales: Tensor, y_scale: Tensor, decision: Tensor
+    received: Tensor, y: Tensor, sent: Tensor, sums: Tensor, scales: Tensor, y_scale: Tensor, decision: Tensor, l1: bool
 ) -> None:
-    new, squares = server_reference.serve(received.to(torch.int32).transpose(0, 1), scales, y, y_scale)
+    new, sizes = server_reference.serve(received.to(torch.int32).transpose(0, 1), scales, y, y_scale, l1)
     _commit(sent, pack_planes(new, torch.int32).to(sent.dtype), decision)
-    sums.copy_(squares.unsqueeze(1))
+    sums.copy_(sizes.unsqueeze(1))
     _commit(y, new, decision)
 
 
@@ -527,11 +527,12 @@ class InductorPasses:
     def compress_momentum(
         self, grads: TensorTable, blocks: BlockMap, x: Tensor, x_scale: Tensor, old_messages: Tensor,
         exp_avg: Tensor | None, hyper: Tensor, rates: Tensor, clip: Tensor, new_messages: Tensor, partials: Tensor,
+        l1: bool = False,
     ) -> None:  # fmt: skip
         """As in momentum.py."""
         if exp_avg is not None:
             self._twins.compress_momentum(
-                grads, blocks, x, x_scale, old_messages, exp_avg, hyper, rates, clip, new_messages, partials
+                grads, blocks, x, x_scale, old_messages, exp_avg, hyper, rates, clip, new_messages, partials, l1
             )
             return
         row = momentum_reference.momentum_rows(blocks, old_messages, hyper, rates)
@@ -540,7 +541,7 @@ class InductorPasses:
         sums, x = self._buffer("sums2", (blocks.blocks, 2)), x.view(blocks.blocks, -1)
         for piece in self._pieces(blocks):
             at, g = piece.blocks, self._read(grads, blocks, piece, "g")
-            COMPRESS(g, x[at], old[at], row[at], new[at], sums[at], x_scale, clip)
+            COMPRESS(g, x[at], old[at], row[at], new[at], sums[at], x_scale, clip, l1)
         planes(new_messages).copy_(new.view(new_messages.shape[0], -1))
         partials.copy_(sums.t())
 
@@ -563,7 +564,7 @@ class InductorPasses:
 
     def reduce_chunk(
         self, received: Tensor, y: Tensor, y_scale: Tensor, decision: Tensor, message: Tensor, partials: Tensor,
-        block_elements: int,
+        block_elements: int, l1: bool = False,
     ) -> None:  # fmt: skip
         """As in server.py."""
         ranks, count, quarter = received.shape[0], partials.numel(), block_elements // 8
@@ -576,7 +577,7 @@ class InductorPasses:
         limit = max(1, self._piece_elements // block_elements)
         for start in range(0, count, limit):
             at = slice(start, start + limit)
-            SERVE(packed[at], y[at], sent[at], sums[at], scales, y_scale, decision)
+            SERVE(packed[at], y[at], sent[at], sums[at], scales, y_scale, decision, l1)
         answer.copy_(sent)
 
     def compressed_update(

@@ -50,7 +50,7 @@ _NONFINITE = tl.constexpr(int(Fault.NONFINITE))
 @kernel
 def _compress_momentum_kernel(
     grad_ptr, segment_ptr, first_block_ptr, numel_ptr, x_ptr, x_scale_ptr, old_messages_ptr, exp_avg_ptr, hyper_ptr,
-    rates_ptr, clip_ptr, new_messages_ptr, partials_ptr, blocks, blocks_per_chunk, message_bytes,
+    rates_ptr, clip_ptr, new_messages_ptr, partials_ptr, blocks, blocks_per_chunk, message_bytes, L1: tl.constexpr,
     DENSE: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -70,7 +70,7 @@ def _compress_momentum_kernel(
         old = tl.load(old_planes + j).to(tl.int32)
         m_scale = tl.div_rn(load_scale(old_message), scaling)
     packed = tl.zeros([1, PLANE], tl.int32)
-    x_squares = tl.zeros([1, PLANE], tl.float32)
+    sizes = tl.zeros([1, PLANE], tl.float32)
     g_squares = tl.zeros([1, PLANE], tl.float32)
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
@@ -87,23 +87,24 @@ def _compress_momentum_kernel(
         x = (beta1 * m + one_minus_beta1 * g) * scaling + lazy_error(x_old, x_scale)
         x = keep_mask(is_masked(x_old), x_old, x)
         tl.store(x_block + i, x)
-        x_squares += tl.sum(x * x, axis=0, keep_dims=True)
+        sizes += tl.sum(tl.abs(x) if L1 else x * x, axis=0, keep_dims=True)
         packed |= tl.sum((x >= 0).to(tl.int32) << k, axis=0, keep_dims=True)
     tl.store(new_planes + j, packed.to(tl.uint8))
-    tl.store(partials_ptr + block, tl.sum(x_squares))
+    tl.store(partials_ptr + block, tl.sum(sizes))
     tl.store(partials_ptr + blocks + block, tl.sum(g_squares))
 
 
 @kernel
 def _seal_worker_kernel(
     partials_ptr, count_ptr, tag_ptr, stamp_ptr, decision_ptr, messages_ptr, x_scale_ptr, blocks, message_bytes,
-    TILE: tl.constexpr,
+    L1: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     message = tl.program_id(0).to(tl.int64)
-    x_squares = sum_range(partials_ptr, 0, blocks, TILE)
+    sizes = sum_range(partials_ptr, 0, blocks, TILE)
     g_squares = sum_range(partials_ptr + blocks, 0, blocks, TILE)
-    finite = (x_squares < float("inf")) & (g_squares < float("inf"))
-    scale = tl.sqrt_rn(tl.div_rn(x_squares, tl.maximum(tl.load(count_ptr), 1.0)))
+    finite = (sizes < float("inf")) & (g_squares < float("inf"))
+    mean = tl.div_rn(sizes, tl.maximum(tl.load(count_ptr), 1.0))
+    scale = mean if L1 else tl.sqrt_rn(mean)
     if message == 0:
         tl.store(x_scale_ptr, scale)
     flags = tl.where(finite, 0, _NONFINITE) | tl.load(decision_ptr + DAMAGED)
@@ -163,8 +164,9 @@ def compress_momentum(
     clip: Tensor,
     new_messages: Tensor,
     partials: Tensor,
+    l1: bool = False,
 ) -> None:
-    """Form x in place, write its sign planes, and sum |x|^2 and |g|^2 of every block.
+    """Form x in place, write its sign planes, and sum x^2 (or |x|) and g^2 of every block.
 
     A gradient element whose square is not finite counts as zero in x, but shows in the sum of squares.
 
@@ -180,6 +182,7 @@ def compress_momentum(
         clip: fp32 [len(Clip)]; gradients are multiplied by its GRAD_SCALE.
         new_messages: uint8 [ranks, message bytes]; the planes are overwritten, the headers are not.
         partials: fp32 [2, blocks], overwritten.
+        l1: whether scales are means of absolute values, instead of roots of means of squares.
     """
     block, elements, device = blocks.block_elements, blocks.blocks * blocks.block_elements, x_scale.device
     ranks, message_bytes = new_messages.shape
@@ -189,15 +192,16 @@ def compress_momentum(
     _compress_momentum_kernel[(blocks.blocks,)](
         grads.addresses, blocks.segment, blocks.first_block, blocks.numel, x, x_scale, old_messages,
         x if exp_avg is None else exp_avg, hyper, rates, clip, new_messages, partials, blocks.blocks,
-        blocks.blocks // ranks, message_bytes, exp_avg is not None, block, planes_at_once(),
+        blocks.blocks // ranks, message_bytes, l1, exp_avg is not None, block, planes_at_once(),
         TRITON_DTYPES[grads.dtype], grads.aligned, **launch_constants(block),
     )  # fmt: skip
 
 
 def seal_worker(
-    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor
-) -> None:
-    """Finish a worker's messages: the L2 scale of x over the bucket, flags, |g|^2, and who sends what, in every header.
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor,
+    l1: bool = False,
+) -> None:  # fmt: skip
+    """Finish a worker's messages: the scale of x over the bucket, flags, |g|^2, and who sends what, in every header.
 
     Args:
         partials: fp32 [2, blocks], from `compress_momentum`; summed in a fixed order.
@@ -207,12 +211,13 @@ def seal_worker(
         decision: int32 [len(Decision)], of the last step.
         messages: uint8 [ranks, message bytes], headers overwritten.
         x_scale: fp32 [1], overwritten.
+        l1: as in `compress_momentum`.
     """
     ranks, message_bytes = messages.shape
     require_seal(partials.device, count, tag, stamp, decision, x_scale=x_scale)
     _seal_worker_kernel[(ranks,)](
-        partials, count, tag, stamp, decision, messages, x_scale, partials.numel() // 2, message_bytes, REDUCE_TILE,
-        num_warps=4, enable_fp_fusion=False,
+        partials, count, tag, stamp, decision, messages, x_scale, partials.numel() // 2, message_bytes, l1,
+        REDUCE_TILE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gradients_reference import sum_of_squares
 from .planes_reference import (
     balance,
     block_planes,
@@ -45,11 +44,24 @@ def scaled_momentum(g: Tensor, m: Tensor, row: Tensor) -> Tensor:
     return (beta1 * m + one_minus_beta1 * g) * scaling
 
 
-def compensate(g: Tensor, m: Tensor, x: Tensor, x_scale: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """New x, and sums of squares of x and g in every block."""
+def sum_of_sizes(x: Tensor, l1: bool) -> Tensor:
+    """Sum of squares (or of absolute values) of every block, [blocks], of x [blocks, B]."""
+    return (x.abs() if l1 else x * x).sum(1)
+
+
+def scale_of(sizes: Tensor, count: Tensor, l1: bool) -> Tensor:
+    """The scale of so many elements whose squares (or absolute values) add up to `sizes`."""
+    mean = sizes / count.clamp(min=1)
+    return mean if l1 else mean.sqrt()
+
+
+def compensate(
+    g: Tensor, m: Tensor, x: Tensor, x_scale: Tensor, row: Tensor, l1: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New x, and sums of squares of x (or absolute values) and g in every block."""
     finite, squares = finite_gradient(g)
     new = keep_mask(masked_zero(x), x, scaled_momentum(finite, m, row) + lazy_error(x, x_scale))
-    return new, sum_of_squares(new), squares.sum(1)
+    return new, sum_of_sizes(new, l1), squares.sum(1)
 
 
 def take_back(g: Tensor, m: Tensor, x: Tensor, row: Tensor) -> Tensor:
@@ -70,14 +82,15 @@ def compress_momentum_reference(
     clip: Tensor,
     new_messages: Tensor,
     partials: Tensor,
+    l1: bool = False,
 ) -> None:
     """Twin of `compress_momentum`."""
     g = grads.gather(blocks) * clip[Clip.GRAD_SCALE]
     m = momentum_of_messages(blocks, old_messages, rates) if exp_avg is None else exp_avg.view(g.shape)
     row = momentum_rows(blocks, old_messages, hyper, rates)
-    new, x_squares, g_squares = compensate(g, m, x.view(g.shape), x_scale, row)
+    new, x_sizes, g_squares = compensate(g, m, x.view(g.shape), x_scale, row, l1)
     planes(new_messages).copy_(pack_planes(new).view(new_messages.shape[0], -1))
-    partials[0] = x_squares
+    partials[0] = x_sizes
     partials[1] = g_squares
     x.copy_(new.view(-1))
 
@@ -91,12 +104,13 @@ def stamp_headers(messages: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor
 
 
 def seal_worker_reference(
-    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor
-) -> None:
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, messages: Tensor, x_scale: Tensor,
+    l1: bool = False,
+) -> None:  # fmt: skip
     """Twin of `seal_worker`."""
-    x_squares, g_squares = partials[0].sum(), partials[1].sum()
-    finite = (x_squares < float("inf")) & (g_squares < float("inf"))
-    x_scale.copy_((x_squares / count.clamp(min=1)).sqrt())
+    x_sizes, g_squares = partials[0].sum(), partials[1].sum()
+    finite = (x_sizes < float("inf")) & (g_squares < float("inf"))
+    x_scale.copy_(scale_of(x_sizes, count, l1))
     header(messages, Header.SCALE).copy_(x_scale)
     header(messages, Header.FLAGS).copy_(torch.where(finite, 0, int(Fault.NONFINITE)) | decision[Decision.DAMAGED])
     header(messages, Header.SQUARES).copy_(g_squares)

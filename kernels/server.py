@@ -38,7 +38,7 @@ _SHIFT = tl.constexpr(SERVER_RANK_SHIFT)
 @kernel
 def _reduce_chunk_kernel(
     received_ptr, y_ptr, y_scale_ptr, decision_ptr, message_ptr, partials_ptr, message_bytes,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
+    RANKS: tl.constexpr, L1: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(decision_ptr + SKIP) != 0:
         return
@@ -49,7 +49,7 @@ def _reduce_chunk_kernel(
     y_scale = tl.load(y_scale_ptr)
     y_block = y_ptr + block * BLOCK
     packed = tl.zeros([1, PLANE], tl.int32)
-    squares = tl.zeros([1, PLANE], tl.float32)
+    sizes = tl.zeros([1, PLANE], tl.float32)
     for first in tl.static_range(0, 8, PLANES):
         k = first + tl.arange(0, PLANES)[:, None]
         i = k * PLANE + j
@@ -62,21 +62,20 @@ def _reduce_chunk_kernel(
         y = tl.div_rn(total, tl.full([PLANES, PLANE], RANKS, tl.float32)) + lazy_error(y_old, y_scale)
         y = keep_mask(is_masked(y_old), y_old, y)
         tl.store(y_block + i, y)
-        squares += tl.sum(y * y, axis=0, keep_dims=True)
+        sizes += tl.sum(tl.abs(y) if L1 else y * y, axis=0, keep_dims=True)
         packed |= tl.sum((y >= 0).to(tl.int32) << k, axis=0, keep_dims=True)
     tl.store(message_ptr + at + j, packed.to(tl.uint8))
-    tl.store(partials_ptr + block, tl.sum(squares))
+    tl.store(partials_ptr + block, tl.sum(sizes))
 
 
 @kernel
 def _seal_server_kernel(
     partials_ptr, count_ptr, tag_ptr, stamp_ptr, decision_ptr, message_ptr, y_scale_ptr, blocks, message_bytes,
-    TILE: tl.constexpr,
+    L1: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    squares = sum_range(partials_ptr, 0, blocks, TILE)
+    mean = tl.div_rn(sum_range(partials_ptr, 0, blocks, TILE), tl.maximum(tl.load(count_ptr), 1.0))
     skip = tl.load(decision_ptr + SKIP) != 0
-    scale = tl.sqrt_rn(tl.div_rn(squares, tl.maximum(tl.load(count_ptr), 1.0)))
-    scale = tl.where(skip, tl.load(y_scale_ptr), scale)
+    scale = tl.where(skip, tl.load(y_scale_ptr), mean if L1 else tl.sqrt_rn(mean))
     tl.store(y_scale_ptr, scale)
     report = tl.load(decision_ptr + FAULT) | (tl.load(decision_ptr + BAD_RANK) << _SHIFT)
     seal(
@@ -93,8 +92,9 @@ def reduce_chunk(
     message: Tensor,
     partials: Tensor,
     block_elements: int,
+    l1: bool = False,
 ) -> None:
-    """Form y in place, write its sign planes, and sum |y|^2 of every block; nothing changes if the step is skipped.
+    """Form y in place, write its sign planes, and sum y^2 (or |y|) of every block; nothing if the step is skipped.
 
     Args:
         received: uint8 [ranks, message bytes], message i from rank i.
@@ -104,6 +104,7 @@ def reduce_chunk(
         message: uint8 [message bytes]; the planes are overwritten, the header is not.
         partials: fp32 [chunk blocks], overwritten.
         block_elements: elements of a block.
+        l1: as in `compress_momentum`.
     """
     ranks, message_bytes = received.shape
     blocks = partials.numel()
@@ -112,15 +113,16 @@ def reduce_chunk(
     require("y", y, torch.float32, blocks * block_elements, decision.device)
     require("message", message, torch.uint8, HEADER_BYTES + blocks * block_elements // 8, decision.device)
     _reduce_chunk_kernel[(blocks,)](
-        received, y, y_scale, decision, message, partials, message_bytes, ranks, block_elements, planes_at_once(),
+        received, y, y_scale, decision, message, partials, message_bytes, ranks, l1, block_elements, planes_at_once(),
         **launch_constants(block_elements),
     )  # fmt: skip
 
 
 def seal_server(
-    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor
-) -> None:
-    """Finish the server's message: the L2 scale of y over the chunk, what this rank found in workers' messages.
+    partials: Tensor, count: Tensor, tag: Tensor, stamp: Tensor, decision: Tensor, message: Tensor, y_scale: Tensor,
+    l1: bool = False,
+) -> None:  # fmt: skip
+    """Finish the server's message: the scale of y over the chunk, what this rank found in workers' messages.
 
     If the step is skipped, the scale is left alone.
 
@@ -132,9 +134,10 @@ def seal_server(
         decision: int32 [len(Decision)], from `decide_exchanged`.
         message: uint8 [message bytes], header overwritten.
         y_scale: fp32 [1], overwritten.
+        l1: as in `compress_momentum`.
     """
     require_seal(partials.device, count, tag, stamp, decision, y_scale=y_scale)
     _seal_server_kernel[(1,)](
-        partials, count, tag, stamp, decision, message, y_scale, partials.numel(), message.numel(), REDUCE_TILE,
-        num_warps=4, enable_fp_fusion=False,
+        partials, count, tag, stamp, decision, message, y_scale, partials.numel(), message.numel(), l1,
+        REDUCE_TILE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

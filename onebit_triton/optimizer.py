@@ -32,7 +32,7 @@ from .monitor import Monitor, fault_message
 from .options import check_group, check_optimizer, check_parameter, check_steps
 from .settling import LOOKS, Look, Settling, lag_of
 from .stages import Compression, Replica, Uncompressed, Warmup, freeze, phase, thaw
-from .stages.switch import consolidate, mask_variance, stage_two
+from .stages.switch import NOT_CONTRACTING, consolidate, expected_error_ratio, mask_variance, stage_two
 
 logger = logging.getLogger("onebit_triton")
 
@@ -95,6 +95,8 @@ class OneBitLamb(Optimizer):
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
         gradient_dtype: what gradients are averaged in during warmup: torch.bfloat16 or float16 halve its traffic. A
             gradient too large for fp16 skips the step, one too small is lost. None: the parameters' dtype.
+        scale: what a sign stands for in compression: "rms", the root of the mean square, as in the paper; or "l1", the
+            mean absolute value, with which errors cannot grow without end however unequal the elements are.
         max_skipped_steps: so many skipped steps in a row are an error.
         check_replicas_every: call `check_replicas` in every so many steps. None: never.
         process_group: the ranks that share these parameters, as a group or a DeviceMesh of one dimension. None means
@@ -122,6 +124,7 @@ class OneBitLamb(Optimizer):
     _built = False
     _replayed = False
     _consolidated = False
+    _warned = False
     _last_stage: str | None = None
     _replica: Replica
     _stage: Warmup | Uncompressed | Compression
@@ -147,6 +150,7 @@ class OneBitLamb(Optimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         gradient_dtype: torch.dtype | None = None,
+        scale: Literal["rms", "l1"] = "rms",
         max_skipped_steps: int = 100,
         check_replicas_every: int | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
@@ -166,7 +170,7 @@ class OneBitLamb(Optimizer):
         self._attached: set[Tensor] = set()
         self._attached_all = False
         self._freeze_step, self._max_freeze_step = freeze_step, max_freeze_step
-        self._max_grad_norm, self._gradient_dtype = max_grad_norm, gradient_dtype
+        self._max_grad_norm, self._gradient_dtype, self._scale = max_grad_norm, gradient_dtype, scale
         self._max_skipped_steps, self._check_replicas_every = max_skipped_steps, check_replicas_every
         self._flags = {
             "bias_correction": bias_correction, "coeff_bias_correction": coeff_bias_correction, "maximize": maximize,
@@ -176,8 +180,8 @@ class OneBitLamb(Optimizer):
         failure: Exception | None = None
         try:
             check_optimizer(
-                freeze_step, max_freeze_step, max_grad_norm, gradient_dtype, max_skipped_steps, check_replicas_every,
-                bucket_elements, block_elements, **self._flags,
+                freeze_step, max_freeze_step, max_grad_norm, gradient_dtype, scale, max_skipped_steps,
+                check_replicas_every, bucket_elements, block_elements, **self._flags,
             )  # fmt: skip
             self._plan_warmup()
             super().__init__(params, defaults)
@@ -201,8 +205,8 @@ class OneBitLamb(Optimizer):
         options = {
             **self.defaults, **self._flags, "freeze_step": self._freeze_step,
             "max_freeze_step": self._max_freeze_step, "max_grad_norm": self._max_grad_norm,
-            "gradient_dtype": self._gradient_dtype, "max_skipped_steps": self._max_skipped_steps,
-            "check_replicas_every": self._check_replicas_every,
+            "gradient_dtype": self._gradient_dtype, "scale": self._scale,
+            "max_skipped_steps": self._max_skipped_steps, "check_replicas_every": self._check_replicas_every,
             "backend": self._backend, "bucket_elements": self._bucket_elements, "block_elements": self._block_elements,
         }  # fmt: skip
         del options["exp_avg_mask"]
@@ -279,6 +283,7 @@ class OneBitLamb(Optimizer):
                 "the options of the optimizer": fingerprint(
                     self._max_grad_norm,
                     self._gradient_dtype,
+                    self._scale,
                     self._max_skipped_steps,
                     self._check_replicas_every,
                     sorted(self._flags.items()),
@@ -288,7 +293,8 @@ class OneBitLamb(Optimizer):
         previous = self._replica if self._built and not fresh else None
         self._replica = Replica(
             layout, parameters, self._names(), self._passes, self._communicator, self._max_grad_norm,
-            self._flags["bias_correction"], self._flags["maximize"], self._gradient_dtype, parameters[0].device,
+            self._flags["bias_correction"], self._flags["maximize"], self._gradient_dtype, self._scale == "l1",
+            parameters[0].device,
         )  # fmt: skip
         if previous is not None:
             checkpoint.carry_over(previous, self._replica)
@@ -549,6 +555,18 @@ class OneBitLamb(Optimizer):
             )  # fmt: skip
             if reason is not None:
                 logger.info("step %d: the warmup has ended by itself: %s", self._calls, reason)
+        self._warn_of_errors(expected_error_ratio(replica))
+
+    def _warn_of_errors(self, ratio: float) -> None:
+        """Say once that the momentum is too unequal for its scale, if it is."""
+        if self._scale == "rms" and self._communicator.ranks > 1 and ratio > NOT_CONTRACTING and not self._warned:
+            self._warned = True
+            if self._communicator.rank == 0:
+                logger.warning(
+                    "step %d: compression leaves %.2f times the momentum behind as an error: a few elements are far "
+                    'larger than the others (rare rows, heavy tails). With scale="l1" it leaves less than it had.',
+                    self._calls, ratio,
+                )  # fmt: skip
 
     @uninterrupted
     def rewarm(self, steps: int) -> None:
@@ -801,7 +819,8 @@ class OneBitLamb(Optimizer):
 
         **Whether it goes well**
 
-        - error_ratio: norm of this rank's pending error over that of the momentum it sent; 0 in warmup.
+        - error_ratio: norm of this rank's pending error over that of the momentum it sent; 0 in warmup. With "rms"
+          scales errors may grow where it stays above 1; above 1.2 there is a warning, once.
         - grad_scale: factor that max_grad_norm put on the gradients of the last step, 1 if none.
         - clipped: for each bound the number of layers that it clipped in the last step: max_coeff and min_coeff the
           trust ratio in warmup, factor_max, factor_min, threshold_high and threshold_low (the last factor times 1 +
@@ -822,6 +841,7 @@ class OneBitLamb(Optimizer):
           1, since v' takes in the noise of the signs.
         """
         found = collect_metrics(self._replica, self._stage, self._last_stage, self._variances)
+        self._warn_of_errors(found["error_ratio"])
         missing = self._warmup_base + self._warmup_steps - found["step"]
         return found | {"steps_to_switch": missing if self.stage == "warmup" else 0}
 

@@ -14,8 +14,8 @@ from .eight_bits import DTYPE as EIGHT_BITS
 
 OPTIMIZER_OPTIONS = (
     "freeze_step", "max_freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm",
-    "gradient_dtype", "max_skipped_steps", "check_replicas_every", "process_group", "backend", "bucket_elements",
-    "block_elements",
+    "gradient_dtype", "scale", "max_skipped_steps", "check_replicas_every", "process_group", "backend",
+    "bucket_elements", "block_elements",
 )  # fmt: skip
 """Options of the whole optimizer; every param group may set the others for itself."""
 
@@ -132,8 +132,8 @@ def check_parameter(parameter: Tensor, name: str, device: torch.device) -> None:
 
 
 def check_optimizer(
-    freeze_step: Any, max_freeze_step: Any, max_grad_norm: Any, gradient_dtype: Any, max_skipped_steps: Any,
-    check_replicas_every: Any, bucket_elements: Any, block_elements: Any, **flags: Any,
+    freeze_step: Any, max_freeze_step: Any, max_grad_norm: Any, gradient_dtype: Any, scale: Any,
+    max_skipped_steps: Any, check_replicas_every: Any, bucket_elements: Any, block_elements: Any, **flags: Any,
 ) -> None:  # fmt: skip
     """Check the options of the whole optimizer.
 
@@ -159,6 +159,7 @@ def check_optimizer(
     allowed = ", ".join(str(dtype) for dtype in dtypes)
     holds = gradient_dtype is None or gradient_dtype in dtypes
     _check("gradient_dtype", gradient_dtype, f"None or one of {allowed}", holds, "")
+    _check("scale", scale, 'one of "rms", "l1"', scale in ("rms", "l1"), "")
     power = isinstance(block_elements, int) and block_elements & (block_elements - 1) == 0
     _check(
         "block_elements", block_elements, "a power of two from 64 to 4096", power and 64 <= block_elements <= 4096, ""

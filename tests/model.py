@@ -65,7 +65,8 @@ class Model:
         ranks: number of ranks.
         p: all parameters, one after the other.
         mask: where elements take part, or True.
-        freeze_step, bias_correction, coeff_bias_correction, maximize, max_grad_norm: as for the optimizer.
+        freeze_step, bias_correction, coeff_bias_correction, maximize, max_grad_norm, scale: as for the
+            optimizer.
         settle: called with the name of a state, what the formulas say of it, the size of what was added up to get
             there, where the state can be seen, and what else it may be where a sign is in doubt. Returns what to go on
             with: where signs of numbers near 0 count, fp32 and fp64 part ways sooner or later.
@@ -93,9 +94,10 @@ class Model:
         coeff_bias_correction: bool = True,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        scale: str = "rms",
         settle: Settle = computed,
     ) -> None:
-        self.ranks, self.settle = ranks, settle
+        self.ranks, self.settle, self.l1 = ranks, settle, scale == "l1"
         self.correcting, self.coeff_correcting = bias_correction, coeff_bias_correction
         self.sign = -1.0 if maximize else 1.0
         self.max_norm = np.inf if max_grad_norm is None else max_grad_norm
@@ -311,8 +313,10 @@ class Model:
         return np.where(part, x, 0.0), np.where(part, size, 0.0)
 
     def scale(self, x: Array, where: Array) -> Array:
-        """L2 scale over a bucket or a chunk, of what takes part, for every element."""
+        """Scale over a bucket or a chunk, of what takes part, for every element."""
         count = np.bincount(where, self.part)
+        if self.l1:
+            return (np.bincount(where, np.abs(x)) / np.maximum(count, 1))[where]
         return np.sqrt(np.bincount(where, x * x) / np.maximum(count, 1))[where]
 
     def quantized(self, name: str, x: Array, size: Array, where: Array) -> tuple[Array, Array, Array]:

@@ -84,7 +84,10 @@ def main() -> None:
         "band": lambda task: experiments.band(settings, task, rates[task]),
     }
     runs = {task: choose[args.experiment](task) for task in tasks}
-    train_all([run for task in tasks for run in runs[task]], args.results, args.workers)
+    # Seed by seed: what is interrupted has something of every task.
+    train_all(
+        sorted((run for task in tasks for run in runs[task]), key=lambda run: run.seed), args.results, args.workers
+    )
     args.output.mkdir(parents=True, exist_ok=True)
     worse: list[str] = []
     for task, own in runs.items():

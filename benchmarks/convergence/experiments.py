@@ -80,12 +80,14 @@ def settled(steps: int) -> dict[str, Any]:
 def comparison(settings: Settings, task: str, lr: float) -> list[Run]:
     """All methods with one rate and every seed.
 
-    1-bit LAMB is frozen at a sixth of the steps; and when it has settled, at a third at the latest, with gradients in
-    8 bits until then.
+    1-bit LAMB is frozen at a sixth of the steps; at a third; and when it has settled, at a third at the latest, with
+    gradients in 8 bits until then.
     """
     steps = settings.tasks[task].steps
     sixth = {"freeze_step": steps // 6}
-    variants = {"onebit": [sixth, settled(steps // 3)], "onebit-deepspeed": [sixth]}
+    variants = {
+        "onebit": [sixth, {"freeze_step": steps // 3}, settled(steps // 3)], "onebit-deepspeed": [sixth]
+    }  # fmt: skip
     return [
         run_of(settings, task, method, lr, seed, **options)
         for seed in settings.seeds

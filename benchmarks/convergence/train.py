@@ -18,7 +18,7 @@ from .tasks import TASKS
 
 RANKS = 4
 
-BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01
+BETAS, WEIGHT_DECAY = (0.9, 0.99), 0.01
 
 DIVERGED = 3.0
 """A loss so many times as high as that of the first step is the end of a training."""
@@ -69,8 +69,8 @@ def train(run: Run) -> dict[str, Any]:
     """Train.
 
     Returns:
-        The run; `losses`, the mean over ranks and ten steps each; `held_out`, a list of step, bytes sent by rank 0 and what
-        the task measures; `switched`, the first compressed step, if any; `diverged`; `seconds`.
+        The run; `losses`, the mean over ranks and ten steps each; `held_out`, a list of step, bytes sent by rank 0 and
+        what the task measures; `switched`, the first compressed step, if any; `diverged`; `seconds`.
     """
     torch.set_num_threads(1)
     started = time.monotonic()

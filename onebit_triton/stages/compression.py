@@ -50,11 +50,11 @@ class Compression:
                 partials = bucket.partials[:2]
                 passes.compress_momentum(
                     bucket.grads, bucket.map, bucket.x, bucket.x_scale, exchange.momentum[i], bucket.exp_avg,
-                    bucket.hyper, bucket.rates, clip, exchange.messages[i], partials,
+                    bucket.hyper, bucket.rates, clip, exchange.messages[i], partials, replica.l1,
                 )  # fmt: skip
                 passes.seal_worker(
                     partials, bucket.count, exchange.tags[i : i + 1], replica.stamp, decision, exchange.messages[i],
-                    bucket.x_scale,
+                    bucket.x_scale, replica.l1,
                 )  # fmt: skip
                 sent.append(exchange.send_to_servers(i))
         with phase("wait for workers"):
@@ -68,11 +68,11 @@ class Compression:
                 partials = bucket.partials[0, : bucket.map.blocks // replica.layout.ranks]
                 passes.reduce_chunk(
                     exchange.received[i], bucket.y, bucket.y_scale, decision, exchange.server[i], partials,
-                    replica.layout.block_elements,
+                    replica.layout.block_elements, replica.l1,
                 )  # fmt: skip
                 passes.seal_server(
                     partials, bucket.chunk_count, exchange.tags[i : i + 1], replica.stamp, decision,
-                    exchange.server[i], bucket.y_scale,
+                    exchange.server[i], bucket.y_scale, replica.l1,
                 )  # fmt: skip
                 returned.append(exchange.send_to_workers(i))
         with phase("update"):
@@ -108,7 +108,7 @@ class Compression:
         for i, bucket in enumerate(replica.buckets):
             passes.seal_server(
                 torch.zeros_like(bucket.count), bucket.chunk_count, exchange.tags[i : i + 1], replica.stamp,
-                replica.decision, exchange.server[i], bucket.y_scale,
+                replica.decision, exchange.server[i], bucket.y_scale, replica.l1,
             )  # fmt: skip
             returned.append(exchange.send_to_workers(i))
         for i, work in enumerate(returned):

@@ -36,6 +36,7 @@ class Replica:
         bias_correction: whether m and v are divided by 1 - beta^k.
         maximize: whether the gradients are to be followed upwards.
         gradient_dtype: what gradients are averaged in; None: the parameters' dtype.
+        l1: whether signs stand for means of absolute values, instead of roots of means of squares.
         device: of all parameters.
 
     Attributes:
@@ -45,7 +46,7 @@ class Replica:
         stamp: int32 [len(Stamp)], what this rank's messages carry.
         answer: fp32 [ranks, len(Roll)], this rank's answer to the roll call of a warmup step, in its row.
         roll: fp32 [ranks, len(Roll)], the answers of all.
-        clipping: whether gradients are clipped; bias_correction: whether moments are corrected; gradient_dtype.
+        clipping: whether gradients are clipped; bias_correction: whether moments are corrected; gradient_dtype, l1.
         buckets: the buckets.
         whole_bytes: bytes a rank would send in a step that averages whole gradients, in the parameters' dtype, by ring
             all-reduce.
@@ -62,11 +63,12 @@ class Replica:
         bias_correction: bool,
         maximize: bool,
         gradient_dtype: torch.dtype | None,
+        l1: bool,
         device: torch.device,
     ) -> None:
         self.layout, self.passes, self.communicator, self.device = layout, passes, communicator, device
         self.clipping, self.bias_correction = max_grad_norm is not None, bias_correction
-        self.gradient_dtype = gradient_dtype
+        self.gradient_dtype, self.l1 = gradient_dtype, l1
         segments = sum(len(bucket.parameters) for bucket in layout.buckets)
         self.hyper = torch.zeros(segments, len(Hyper), dtype=torch.float32, device=device)
         self.rates = torch.zeros(segments, len(Rate), dtype=torch.float32, device=device)

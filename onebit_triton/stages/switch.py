@@ -89,6 +89,27 @@ def _scale_momenta(replica: Replica) -> None:
     replica.rates[:, Rate.FACTOR] = 1.0
 
 
+NOT_CONTRACTING = 1.2
+"""Ratio of an error to what was sent from which on a momentum counts as too unequal for one scale; at most sqrt(2)."""
+
+
+def expected_error_ratio(replica: Replica) -> float:
+    """What compressing the dense momentum by "rms" scales leaves behind, over its norm.
+
+    It is sqrt(2 (1 - |x|_1 / sqrt(N) |x|)) for every bucket x of N elements; 0 without momentum, or if it is not dense.
+    """
+    left, whole = 0.0, 0.0
+    for bucket in replica.buckets:
+        if bucket.exp_avg is None:
+            continue
+        x = bucket.exp_avg.view(bucket.map.blocks, -1).double() * bucket.map.rows(bucket.rates, Rate.SCALING)
+        size, norm, count = float(x.abs().sum()), float(x.norm()), float(bucket.count)
+        if norm > 0:
+            left += 2 * norm * max(0.0, norm - size / count**0.5)
+            whole += norm * norm
+    return (left / whole) ** 0.5 if whole > 0 else 0.0
+
+
 def dense_momentum(bucket: Bucket, stage: Compression | Uncompressed | Warmup, number: int) -> Tensor:
     """Momentum of a bucket, fp32 [elements]: the dense tensor, or decoded from the last exchange (a new tensor)."""
     if bucket.exp_avg is not None:

@@ -146,7 +146,7 @@ class Judge:
         self.ranks = self.plan.ranks
         self.block, self.bucket = options["block_elements"], options["bucket_elements"]
         taken = [self._take_in(group) for group in self.plan.groups]
-        names = ("freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm")
+        names = ("freeze_step", "bias_correction", "coeff_bias_correction", "maximize", "max_grad_norm", "scale")
         self.model = self.kind(
             [size for one in taken for size in one[0]], self._settings(), self._place(), self.ranks,
             np.concatenate([one[1] for one in taken]), np.concatenate([one[2] for one in taken]),

@@ -300,7 +300,7 @@ def plans(draw: st.DrawFn, backend: str = "torch", most_ranks: int = WORLD, most
         "bucket_elements": draw(st.sampled_from([block, 512, 4096])), "backend": backend,
         "max_grad_norm": draw(st.sampled_from([None, None, 0.05, 1.0, 100.0])),
         "bias_correction": draw(st.booleans()), "coeff_bias_correction": draw(st.booleans()),
-        "maximize": draw(st.booleans()),
+        "maximize": draw(st.booleans()), "scale": draw(st.sampled_from(["rms", "l1"])),
     }  # fmt: skip
     scale = draw(st.sampled_from([0.0, 64.0] if torch.float16 in dtypes else [0.0, 0.0, 0.0, 4096.0]))
     sequence = draw(st.lists(operations(dtypes), min_size=5, max_size=most_steps))

@@ -29,6 +29,7 @@ PLANS = [
         {
             "freeze_step": 3, "block_elements": 64, "bucket_elements": 512, "backend": "torch", "max_grad_norm": norm,
             "bias_correction": correct, "coeff_bias_correction": not correct, "maximize": correct,
+            "scale": "l1" if correct else "rms",
         },
         (
             Step(), BAD, Step(missing=((1, 2), (0, 3))), Step(lr=0.03), Step(), Step(size=0.2), BAD, Step(), Resume(),

@@ -19,7 +19,7 @@ OVERFLOW = Plan(
     (Group((Tensor((70,)),)),),
     {
         "freeze_step": 1, "block_elements": 64, "bucket_elements": 64, "backend": "torch", "max_grad_norm": 1.0,
-        "bias_correction": True, "coeff_bias_correction": True, "maximize": False,
+        "bias_correction": True, "coeff_bias_correction": True, "maximize": False, "scale": "rms",
     },
     (Step(bad=(1, 3, 3e30)), Step(), Step(), Step(bad=(1, 3, 3e30)), Step()),
 )  # fmt: skip
@@ -29,7 +29,7 @@ MASKED = Plan(
     (Group((Tensor((5, 13)),), masked=0.2), Group((Tensor((1,)), Tensor((0,))))),
     {
         "freeze_step": 1, "block_elements": 64, "bucket_elements": 64, "backend": "torch", "max_grad_norm": None,
-        "bias_correction": False, "coeff_bias_correction": True, "maximize": False,
+        "bias_correction": False, "coeff_bias_correction": True, "maximize": False, "scale": "rms",
     },
     (Step(), Resume(), Step(), Consolidate(), Step(), Move(3), Step(), Rewarm(1), Step(), Step()),
 )  # fmt: skip

@@ -42,15 +42,15 @@ OVERWRITTEN = ["new:planes", "partials2"]
 
 
 class Compress:
-    """The compressing pass, with the momentum read from bits or from a dense tensor."""
+    """The compressing pass, with the momentum read from bits or from a dense tensor, for scales of either kind."""
 
-    def __init__(self, dense: bool) -> None:
-        self.dense = dense
+    def __init__(self, dense: bool, l1: bool = False) -> None:
+        self.dense, self.l1 = dense, l1
 
     def __call__(self, passes: Passes, bed: Bed) -> None:
         passes.compress_momentum(
             bed.grads, bed.blocks, bed["x"], bed["x_scale"], bed["old"], bed["exp_avg"] if self.dense else None,
-            bed["hyper"], bed["rates"], bed["clip"], bed["new"], bed["partials2"],
+            bed["hyper"], bed["rates"], bed["clip"], bed["new"], bed["partials2"], self.l1,
         )  # fmt: skip
 
 
@@ -78,15 +78,15 @@ def compressed(case: Case, dense: bool = False) -> Bed:
     return bed
 
 
-def check_compress(bed: Bed, dense: bool) -> Bed:
+def check_compress(bed: Bed, dense: bool, l1: bool = False) -> Bed:
     """Compare the compressing pass; what holds for every input."""
-    kernel, _ = check(bed, Compress(dense), WRITTEN, rounded=["partials2"], overwritten=OVERWRITTEN)
+    kernel, _ = check(bed, Compress(dense, l1), WRITTEN, rounded=["partials2"], overwritten=OVERWRITTEN)
     x = kernel["x"]
     assert x.isfinite().all()
     assert torch.equal(masked_zero(x), masked_zero(bed["x"])), "marks stay, and no other element becomes one"
     np.testing.assert_array_equal(kernel["new:planes"].flatten().numpy(), numpy_planes(x, bed.case.block))
-    squares = x.double().square().view(bed.blocks.blocks, -1).sum(1)
-    torch.testing.assert_close(kernel["partials2"][0].double(), squares, rtol=1e-5, atol=0)
+    sizes = (x.double().abs() if l1 else x.double().square()).view(bed.blocks.blocks, -1).sum(1)
+    torch.testing.assert_close(kernel["partials2"][0].double(), sizes, rtol=1e-5, atol=0)
     return kernel
 
 
@@ -227,6 +227,23 @@ def test_seal_flags(passes: Passes, x_squares: float, g_squares: float, flag: in
     bed["decision"][Decision.DAMAGED] = Fault.DAMAGED
     seal(passes, bed)
     assert header(bed["new"], Header.FLAGS).tolist() == [flag | Fault.DAMAGED] * SMALL.ranks
+
+
+@DENSE
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_l1_scales_agree(case: Case, dense: bool) -> None:
+    bed = check_compress(Bed(case, masks=True), dense, l1=True)
+
+    def seal_l1(passes: Passes, bed: Bed) -> None:
+        passes.seal_worker(
+            bed["partials2"], bed["count"], bed["tag"], bed["stamp"], bed["decision"], bed["new"], bed["x_scale"], True
+        )
+
+    sealed, _ = check(bed, seal_l1, ["new", "x_scale"], rounded=["new", "x_scale"])
+    mean = float(bed["x"].double().abs().sum() / bed["count"].double().clamp(min=1))
+    assert sealed["x_scale"].item() == pytest.approx(mean, rel=1e-5)
+    error = torch.where(bed.part(), lazy_error(bed["x"], sealed["x_scale"]), 0.0)
+    assert float(error.norm()) <= float(bed["x"].norm()) * (1 + 1e-6)
 
 
 @BOTH

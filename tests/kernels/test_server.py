@@ -135,6 +135,26 @@ def test_seal_agrees(case: Case) -> None:
         assert header(message, 3).item() == bed["tag"].item()
 
 
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
+def test_l1_scales_agree(case: Case) -> None:
+    def reduce_l1(passes: Passes, bed: Bed) -> None:
+        passes.reduce_chunk(
+            bed["received"], bed["y"], bed["y_scale"], bed["decision"], bed["message"], bed["chunk_partials"],
+            bed.case.block, True,
+        )  # fmt: skip
+
+    def seal_l1(passes: Passes, bed: Bed) -> None:
+        passes.seal_server(
+            bed["chunk_partials"], bed["chunk_count"], bed["tag"], bed["stamp"], bed["decision"], bed["message"],
+            bed["y_scale"], True,
+        )  # fmt: skip
+
+    bed, _ = check(Bed(case, masks=True), reduce_l1, WRITTEN, rounded=["chunk_partials"])
+    sealed, _ = check(bed, seal_l1, ["message", "y_scale"], rounded=["message", "y_scale"])
+    mean = float(bed["y"].double().abs().sum() / bed["chunk_count"].double().clamp(min=1))
+    assert sealed["y_scale"].item() == pytest.approx(mean, rel=1e-5)
+
+
 @BOTH
 def test_scale_of_a_chunk_of_padding(passes: Passes) -> None:
     bed = Bed(SMALL)
