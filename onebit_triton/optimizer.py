@@ -93,8 +93,9 @@ class OneBitLamb(Optimizer):
             paper.
         maximize: climb instead of descending.
         max_grad_norm: global norm to clip at; in compression the same on all ranks. None: off.
-        gradient_dtype: what gradients are averaged in during warmup: torch.bfloat16 or float16 halve its traffic. A
-            gradient too large for fp16 skips the step, one too small is lost. None: the parameters' dtype.
+        gradient_dtype: what gradients are averaged in during warmup: torch.bfloat16 or float16 halve its traffic,
+            float8_e4m3fn (with a scale for every 256 elements) quarters it. A gradient too large for fp16 skips the
+            step, one too small is lost. None: the parameters' dtype.
         scale: what a sign stands for in compression: "rms", the root of the mean square, as in the paper; or "l1", the
             mean absolute value, with which errors cannot grow without end however unequal the elements are.
         max_skipped_steps: so many skipped steps in a row are an error.

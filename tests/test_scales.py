@@ -1,4 +1,4 @@
-"""What a sign stands for: where a few elements are far larger than the others, "rms" scales are noticed, "l1" ones hold."""
+"""What a sign stands for: where few elements are far larger than the others, "rms" is noticed, and "l1" holds."""
 
 from __future__ import annotations
 

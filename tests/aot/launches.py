@@ -132,7 +132,7 @@ def block_sizes() -> list[int]:
 
     def accepted(block: int) -> bool:
         try:
-            check_optimizer(1, None, None, None, 1, None, block, block)
+            check_optimizer(1, None, None, None, "rms", 1, None, block, block)
         except ValueError:
             return False
         return True
