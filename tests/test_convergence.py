@@ -201,3 +201,18 @@ def test_leaving_the_band_is_an_error(
         path.write_text(json.dumps(result))
     with pytest.raises(SystemExit, match="Not in LAMB's band") if leaves else nullcontext():
         run_band(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(SMALL.parent.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_experiment_is_planned(path: Path) -> None:
+    """From every file of settings, for every task; no training twice in one experiment."""
+    settings = Settings.read(path)
+    for task in settings.tasks:
+        tuned = (experiments.comparison, experiments.traffic, experiments.freezing, experiments.band)
+        for runs in (
+            experiments.tuning(settings, task),
+            experiments.robustness(settings, task),
+            *(plan(settings, task, 0.01) for plan in tuned),
+        ):
+            names = [run.name for run in runs]
+            assert len(names) == len(set(names)) > 0

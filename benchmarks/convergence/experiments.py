@@ -108,11 +108,9 @@ def band(settings: Settings, task: str, lr: float) -> list[Run]:
 
 def traffic(settings: Settings, task: str, lr: float) -> list[Run]:
     """LAMB, and 1-bit LAMB frozen when it has settled, at a sixth of the steps at the latest; every seed."""
-    options = settled(settings.tasks[task].steps // 6)
+    methods = [("lamb", {}), ("onebit", settled(settings.tasks[task].steps // 6))]
     return [
-        run_of(settings, task, method, lr, seed, **options)
-        for seed in settings.seeds
-        for method, options in (("lamb", {}), ("onebit", options))
+        run_of(settings, task, method, lr, seed, **options) for seed in settings.seeds for method, options in methods
     ]
 
 
