@@ -106,9 +106,14 @@ def band(settings: Settings, task: str, lr: float) -> list[Run]:
     ]
 
 
+BOUNDED = {"factor_min": 1.0, "factor_max": 1.0, "max_rate_ratio": 3.0}
+"""Options that hold layer rates near LAMB's, where the paper's factors drive them up."""
+
+
 def traffic(settings: Settings, task: str, lr: float) -> list[Run]:
-    """LAMB, and 1-bit LAMB frozen when it has settled, at a sixth of the steps at the latest; every seed."""
-    methods = [("lamb", {}), ("onebit", settled(settings.tasks[task].steps // 6))]
+    """LAMB, and 1-bit LAMB frozen when it has settled, at a sixth of the steps at the latest; rates bounded or not."""
+    options = settled(settings.tasks[task].steps // 6)
+    methods = [("lamb", {}), ("onebit", options), ("onebit", options | BOUNDED)]
     return [
         run_of(settings, task, method, lr, seed, **options) for seed in settings.seeds for method, options in methods
     ]
