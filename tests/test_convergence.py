@@ -175,7 +175,7 @@ def run_band(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_onebit_lamb_stays_in_lambs_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three seeds of the byte transformer. With the pending errors dropped, 1-bit LAMB diverges here."""
+    """Three seeds of the byte transformer."""
     run_band(monkeypatch, tmp_path)
     results = [json.loads(path.read_text()) for path in (tmp_path / "results").rglob("*.json")]
     assert sorted(result["switched"] or 0 for result in results) == [0] * 3 + [60] * 3
