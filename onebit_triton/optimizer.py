@@ -556,11 +556,12 @@ class OneBitLamb(Optimizer):
             )  # fmt: skip
             if reason is not None:
                 logger.info("step %d: the warmup has ended by itself: %s", self._calls, reason)
-        self._warn_of_errors(expected_error_ratio(replica))
+        if isinstance(self._stage, Compression) and not replica.l1:
+            self._warn_of_errors(expected_error_ratio(replica))
 
     def _warn_of_errors(self, ratio: float) -> None:
         """Say once that the momentum is too unequal for its scale, if it is."""
-        if self._scale == "rms" and self._communicator.ranks > 1 and ratio > NOT_CONTRACTING and not self._warned:
+        if not self._replica.l1 and ratio > NOT_CONTRACTING and not self._warned:
             self._warned = True
             if self._communicator.rank == 0:
                 logger.warning(

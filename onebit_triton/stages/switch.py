@@ -74,10 +74,7 @@ def _scale_momenta(replica: Replica) -> None:
     """s_j = mean_j(rms) / rms_j; 1 for tensors without momentum, which stay out of the mean."""
     if not replica.buckets:
         return
-    squares = [
-        bucket.map.sum(bucket.exp_avg.double().square().view(bucket.map.blocks, -1).sum(1))  # type: ignore[union-attr]
-        for bucket in replica.buckets
-    ]
+    squares = [bucket.layer_sums(bucket.exp_avg.double().square()) for bucket in replica.buckets]  # type: ignore[union-attr]
     rms = (torch.cat(squares) / replica.rates[:, Rate.COUNT].double().clamp(min=1)).sqrt()
     moving = rms > 0
     scaling = torch.where(moving, (rms.sum() / moving.sum()) / rms, torch.ones_like(rms)).float()
